@@ -1,0 +1,38 @@
+"""Layer-by-layer numerical reconciliation of quantised kernels against a PyTorch reference."""
+
+from reconcile.case import Case, load_case
+from reconcile.contract import Contract
+from reconcile.exceptions import ReconcileError
+from reconcile.kernel import Engine, Kernel, LinearSpec, Support
+from reconcile.metrics import ErrorStats, error_stats
+from reconcile.report import Limits, Reason, Report, Row, Verdict
+from reconcile.session import run
+from reconcile.taps import taps
+from reconcile.trace import Pass, Tap, Trace
+from reconcile.weight import Format, Packing, QuantizedWeight
+
+__all__ = [
+    "Case",
+    "Contract",
+    "Engine",
+    "ErrorStats",
+    "Format",
+    "Kernel",
+    "Limits",
+    "LinearSpec",
+    "Packing",
+    "Pass",
+    "QuantizedWeight",
+    "Reason",
+    "ReconcileError",
+    "Report",
+    "Row",
+    "Support",
+    "Tap",
+    "Trace",
+    "Verdict",
+    "error_stats",
+    "load_case",
+    "run",
+    "taps",
+]

@@ -1,0 +1,239 @@
+"""A case: what to reconcile, as a TOML file. Unknown keys are errors that name the nearest one."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from reconcile.contract import Contract
+from reconcile.exceptions import ConfigError, nearest
+from reconcile.report import Level
+
+_STRICT = ConfigDict(extra="forbid")
+LEVELS = (Level.OP, Level.MODULE, Level.MODEL)
+"""Levels of the funnel that a case can ask for, in order."""
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseInfo:
+    """``[case]``."""
+
+    __pydantic_config__ = _STRICT
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """``[model]``."""
+
+    __pydantic_config__ = _STRICT
+    checkpoint: Path
+    """Local directory with config.json and safetensors, relative to the case file."""
+    prompts: Path | None = None
+    """JSON file of prompts, relative to the case file."""
+    max_tokens: int = 64
+    """Prompts are cut to this length."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceConfig:
+    """``[reference]``."""
+
+    __pydantic_config__ = _STRICT
+    dtype: Literal["float64", "float32"] = "float64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateConfig:
+    """``[[candidate]]``."""
+
+    __pydantic_config__ = _STRICT
+    name: str
+    kernel: str
+    """Entry point, ``package.module:attr`` or ``path/to/file.py:attr``."""
+    engine: str = "auto"
+    """An engine's name, ``hardware``, ``emulated``, ``vendor``, or ``auto``."""
+    dtype: Dtype | None = None
+    """Dtype of activations and non-linear parts; default: the checkpoint's."""
+    device: str = "cpu"
+    modules: tuple[str, ...] = ("*",)
+    """Globs over the paths of the modules that the kernel computes."""
+    contract: dict[str, Any] | None = None
+    """Fields of the `Contract`, only where the kernel declares none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelsConfig:
+    """``[levels]``."""
+
+    __pydantic_config__ = _STRICT
+    run: tuple[Literal["op", "module", "model"], ...] = ("op", "module", "model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """One entry of ``[limits]``: a fixed tolerance for the taps that a glob matches."""
+
+    __pydantic_config__ = _STRICT
+    atol: float
+    rtol: float
+    source: str
+    """Why this number; mandatory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """One entry of ``[gate] allow_inconclusive``."""
+
+    __pydantic_config__ = _STRICT
+    tap: str = "*"
+    """Glob over taps."""
+    kernel: str = "*"
+    """Glob over kernel names."""
+    reason: str
+    """Why it may be inconclusive; mandatory, shown in the report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateConfig:
+    """``[gate]``."""
+
+    __pydantic_config__ = _STRICT
+    require: tuple[str, ...] = ()
+    """Kernels that must have run on everything they can implement."""
+    coverage: float = 1.0
+    """Share of the candidate's modules that must have been compared, in (0, 1]."""
+    allow_inconclusive: tuple[Allowance, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A whole case file."""
+
+    __pydantic_config__ = _STRICT
+    case: CaseInfo
+    model: ModelConfig
+    candidate: tuple[CandidateConfig, ...]
+    reference: ReferenceConfig = ReferenceConfig()
+    levels: LevelsConfig = LevelsConfig()
+    limits: dict[str, Tolerance] = field(default_factory=dict)
+    gate: GateConfig = GateConfig()
+    base: Path = Path()
+    """Directory of the case file; set by `load_case`."""
+    seed: int = 0
+    """Seed of the random perturbations (``--seed``)."""
+
+    def __post_init__(self) -> None:
+        """What types cannot say."""
+        names = [candidate.name for candidate in self.candidate]
+        if not names:
+            raise ConfigError("a case needs at least one [[candidate]]")
+        if len(set(names)) != len(names):
+            raise ConfigError(f"candidate names must differ, got {', '.join(names)}")
+        if not 0 < self.gate.coverage <= 1:
+            raise ConfigError(f"gate.coverage must lie in (0, 1], got {self.gate.coverage}")
+        if not self.levels.run:
+            raise ConfigError("levels.run is empty: nothing would be compared")
+        if self.model.max_tokens < 1:
+            raise ConfigError(f"model.max_tokens must be positive, got {self.model.max_tokens}")
+        for glob, tolerance in self.limits.items():
+            if not (0 <= tolerance.atol < float("inf") and 0 <= tolerance.rtol < 1):
+                raise ConfigError(
+                    f'limits."{glob}": expected atol >= 0 and 0 <= rtol < 1 (at rtol = 1 zeros '
+                    f"pass), got atol={tolerance.atol}, rtol={tolerance.rtol}"
+                )
+            if not tolerance.source.strip():
+                raise ConfigError(f'limits."{glob}": source is empty; say why this number')
+
+    def with_candidate(self, **changes: Any) -> Case:  # noqa: ANN401
+        """The case with fields of every candidate replaced (command-line overrides)."""
+        return replace(self, candidate=tuple(replace(item, **changes) for item in self.candidate))
+
+
+_CASE: TypeAdapter[Case] = TypeAdapter(Case)
+
+
+def load_case(path: Path | str) -> Case:
+    """Read a case from ``reconcile.toml`` or from ``[tool.reconcile]`` of a pyproject.
+
+    Raises:
+        ConfigError: not found, no TOML, an unknown key (with the nearest known one), a wrong
+            type, or a value out of range.
+    """
+    file = Path(path)
+    try:
+        body = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such case file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file}: unreadable: {error}") from error
+    if file.name == "pyproject.toml":
+        body = body.get("tool", {}).get("reconcile", {})
+        if not body:
+            raise ConfigError(f"{file}: has no [tool.reconcile]")
+    for reserved in ("base", "seed"):
+        if reserved in body:
+            raise ConfigError(
+                f"{file}: unknown key {reserved!r}: {nearest(reserved, _keys(Case, ()))}"
+            )
+    try:
+        case = _CASE.validate_python(body)
+    except ValidationError as error:
+        raise ConfigError(f"{file}: {_explain(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    return replace(case, base=file.resolve().parent)
+
+
+def parse_contract(fields: dict[str, Any]) -> Contract:
+    """The `Contract` that a case declares; ConfigError for an unknown field or value."""
+    try:
+        return _CONTRACT.validate_python(fields)
+    except ValidationError as error:
+        raise ConfigError(f"contract: {_explain(error, Contract)}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StrictContract(Contract):
+    __pydantic_config__ = _STRICT
+
+
+_CONTRACT: TypeAdapter[Contract] = TypeAdapter(_StrictContract)
+_TABLES: dict[tuple[str, ...], type] = {
+    (): Case,
+    ("case",): CaseInfo,
+    ("model",): ModelConfig,
+    ("reference",): ReferenceConfig,
+    ("candidate",): CandidateConfig,
+    ("levels",): LevelsConfig,
+    ("gate",): GateConfig,
+    ("gate", "allow_inconclusive"): Allowance,
+}
+
+
+def _keys(root: type, table: tuple[str, ...]) -> list[str]:
+    """Known keys of a table of the case file, or of the contract alone."""
+    kind = root
+    if root is Case:
+        kind = _TABLES.get(table, Tolerance if table[:1] == ("limits",) else Case)
+    return [name for name in kind.__dataclass_fields__ if name not in ("base", "seed")]  # type: ignore[attr-defined]
+
+
+def _explain(error: ValidationError, root: type = Case) -> str:
+    """The first finding of a validation, in the words of the file; unknown keys come first."""
+    unknown = ("unexpected_keyword_argument", "extra_forbidden")
+    found = sorted(error.errors(), key=lambda item: item["type"] not in unknown)[0]
+    place = [str(part) for part in found["loc"]]
+    where = ".".join(place) or "the file"
+    if found["type"] in unknown:
+        table = tuple(part for part in place[:-1] if not part.isdigit())
+        return f"unknown key {where}: {nearest(place[-1], _keys(root, table))}"
+    if "missing" in found["type"]:
+        return f"{where} is missing"
+    return f"{where}: {found['msg']}, got {found.get('input')!r}"

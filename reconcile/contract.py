@@ -1,0 +1,91 @@
+"""What a kernel promises about its arithmetic; the reference applies it, limits derive from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Floating-point dtypes that activations, accumulators and outputs may have, by torch name."""
+
+UNIT_ROUNDOFF: dict[str, float] = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+}
+"""u of round-to-nearest: half the spacing of the dtype just above 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """The declared arithmetic of a linear kernel, y = x W^T (+ b).
+
+    A field that the kernel is free in is left at its default; the bound then covers every
+    choice. Dtypes are torch names.
+    """
+
+    activation: Literal["none"] = "none"
+    """Quantiser applied to x before the product. Only ``none`` (x is used as it comes) is
+    implemented."""
+    weight_rounding: str | None = None
+    """Dtype to which code * scale is rounded before the product; None: not rounded."""
+    scale_applied: Literal["before", "after_block", "after_sum"] = "before"
+    """Where the weight's scale enters: in the weight, after each K block, or after the sum."""
+    accumulator: str = "float32"
+    """Dtype of the running sum over K."""
+    accumulator_rounding: Literal["rne", "rtz"] = "rne"
+    """``rne``: to nearest, ties to even. ``rtz``: truncation, as tensor cores do."""
+    k_block: int | None = None
+    """Length of the K block after which a partial sum is folded in; None: not blocked."""
+    split_k: int = 1
+    """How many partial sums over K are added at the end."""
+    partials: str = "float32"
+    """Dtype in which the partial sums of ``split_k`` are kept."""
+    epilogue: tuple[str, ...] = ("scale", "bias", "round")
+    """Steps after the sum, in order."""
+    output: str = "bfloat16"
+    """Dtype of y."""
+    output_rounding: Literal["rne", "rtz"] = "rne"
+    """How the accumulator is rounded to ``output``."""
+    flush_subnormals: bool = False
+    """Subnormal operands and results count as zero (FTZ and DAZ)."""
+    deterministic: bool = True
+    """The same call gives the same bits."""
+    batch_invariant: bool = False
+    """A row gives the same bits alone and inside any batch."""
+    by_batch: tuple[tuple[int, Contract], ...] = ()
+    """Pairs (largest M, contract): the arithmetic where it changes with the row count M."""
+
+    def __post_init__(self) -> None:
+        """Reject dtypes that no bound is known for."""
+        for field in ("accumulator", "partials", "output"):
+            if getattr(self, field) not in DTYPES:
+                raise ValueError(
+                    f"contract.{field}: expected one of {', '.join(DTYPES)}, "
+                    f"got {getattr(self, field)!r}"
+                )
+        if self.weight_rounding is not None and self.weight_rounding not in DTYPES:
+            raise ValueError(
+                f"contract.weight_rounding: expected one of {', '.join(DTYPES)} or nothing, "
+                f"got {self.weight_rounding!r}"
+            )
+
+    def at(self, m: int) -> Contract:
+        """The contract for a call with ``m`` rows."""
+        for largest, contract in sorted(self.by_batch, key=lambda pair: pair[0]):
+            if m <= largest:
+                return contract
+        return self
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """``output`` as a torch dtype."""
+        return DTYPES[self.output]

@@ -1,0 +1,58 @@
+"""Errors that the user can mend; every one ends the command line with exit code 3.
+
+A message says what was expected, what came, where, and what to do. Anything else that
+escapes is an internal error (exit code 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ReconcileError(Exception):
+    """Bad input or configuration."""
+
+
+class ConfigError(ReconcileError):
+    """A case file or an option that cannot be used."""
+
+
+class CheckpointError(ReconcileError):
+    """A checkpoint that is missing, truncated, incomplete or not what its config declares."""
+
+
+class FormatError(ReconcileError):
+    """Codes, scales or shapes that do not fit their declared number format."""
+
+
+class KernelError(ReconcileError):
+    """A kernel that is not known, cannot be loaded or does not run on this machine."""
+
+
+class BuildError(KernelError):
+    """A native source that did not compile."""
+
+
+class TapError(ReconcileError):
+    """A tap that names no module or port of the model, or that never fired."""
+
+
+class TraceError(ReconcileError):
+    """A trace that is incomplete, unreadable, or of another model."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The hint that ends an unknown-name message: the nearest known name, and all of them.
+
+    >>> nearest("kernal", ["kernel", "engine"])
+    'did you mean "kernel"? Known: engine, kernel'
+    >>> nearest("x", [])
+    'none is known'
+    """
+    names = sorted(known)
+    if not names:
+        return "none is known"
+    close = get_close_matches(name, names, n=1)
+    hint = f'did you mean "{close[0]}"? ' if close else ""
+    return f"{hint}Known: {', '.join(names)}"

@@ -1,0 +1,145 @@
+"""The interface of a kernel: what it promises, where it runs, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from reconcile.contract import Contract
+from reconcile.weight import QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How a kernel executes here; all four fields are shown wherever a result is shown."""
+
+    name: str
+    """E.g. ``python``, ``cuda``, ``cuda-on-cpu``, ``amx``, ``triton-interpreter``."""
+    implementation: Literal["ours", "vendor"] = "ours"
+    """Whose code runs: this package's or the user's own (``ours``), or an upstream library's."""
+    execution: Literal["hardware", "emulated"] = "hardware"
+    """``emulated``: instructions, grid or operators are executed by software."""
+    fidelity: Literal["bit_exact", "semantic"] = "bit_exact"
+    """``semantic`` where the hardware's order of operations is not documented."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Answer to "can this run?"; the reason is always given.
+
+    >>> bool(Support(False, "no GPU"))
+    False
+    """
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        """Whether it can."""
+        return self.ok
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearSpec:
+    """What a kernel is asked to implement."""
+
+    n: int
+    """Output features."""
+    k: int
+    """Input features."""
+    format: str
+    """Name of the weight's number format."""
+    bias: bool
+    """Whether a bias [N] is added."""
+    activation_dtype: torch.dtype
+    """Dtype of x and y."""
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """A linear kernel y = x W^T (+ b) over quantised weights.
+
+    ``apply`` takes x of any leading shape [..., K] and returns a new tensor [..., N]; it leaves
+    x and the prepared weight as they were. A call that the kernel does not implement raises
+    NotImplementedError; it never falls back to other code.
+    """
+
+    @property
+    def name(self) -> str:
+        """Registered name, e.g. ``ternary_cuda.naive``."""
+
+    @property
+    def contract(self) -> Contract | None:
+        """Promised arithmetic, or None where nothing is declared."""
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Every way to execute, preferred first."""
+
+    @property
+    def formats(self) -> tuple[str, ...] | None:
+        """Names of the formats it reads; None: any."""
+
+    def is_supported(self, engine: Engine) -> Support:
+        """Whether ``engine`` runs on this machine, and why (not)."""
+
+    def can_implement(self, spec: LinearSpec) -> Support:
+        """Whether this layer can be computed, and why (not)."""
+
+    def prepare(self, weight: QuantizedWeight, engine: Engine) -> Any:  # noqa: ANN401
+        """The weight as ``apply`` wants it (repacked, moved), opaque to the caller."""
+
+    def apply(self, x: Tensor, prepared: Any, bias: Tensor | None = None) -> Tensor:  # noqa: ANN401
+        """Y [..., N] for x [..., K]."""
+
+
+PYTHON = Engine("python")
+"""The engine of a plain function."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionKernel:
+    """A function ``f(x, weight, bias=None) -> y`` as a kernel.
+
+    Optional attributes of f: ``contract``; ``prepare(weight) -> prepared``, after which f is
+    called as ``f(x, prepared, bias)``; ``formats``, the names of the formats that it reads.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+
+    @property
+    def contract(self) -> Contract | None:
+        """``function.contract`` or None."""
+        return getattr(self.function, "contract", None)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """Only ``python``."""
+        return (PYTHON,)
+
+    @property
+    def formats(self) -> tuple[str, ...] | None:
+        """``function.formats`` or None."""
+        return getattr(self.function, "formats", None)
+
+    def is_supported(self, engine: Engine) -> Support:
+        """A function runs wherever Python does."""
+        return Support(engine == PYTHON, "a plain Python function")
+
+    def can_implement(self, spec: LinearSpec) -> Support:
+        """A function declines by raising NotImplementedError when it is called."""
+        return Support(True, f"a function is asked by calling it (N={spec.n}, K={spec.k})")
+
+    def prepare(self, weight: QuantizedWeight, engine: Engine) -> Any:  # noqa: ANN401, ARG002
+        """``function.prepare(weight)`` where there is one, else the weight itself."""
+        prepare = getattr(self.function, "prepare", None)
+        return weight if prepare is None else prepare(weight)
+
+    def apply(self, x: Tensor, prepared: Any, bias: Tensor | None = None) -> Tensor:  # noqa: ANN401
+        """Call the function; the bias is passed only where the layer has one."""
+        return self.function(x, prepared) if bias is None else self.function(x, prepared, bias)

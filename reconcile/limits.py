@@ -1,0 +1,202 @@
+"""Limits: the a-priori bound of a declared contract, calibrated baselines, fixed tolerances.
+
+The order of preference is exact, bound, baseline, fixed. A value is accepted if
+``value <= bound``, so NaN is never accepted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reconcile.contract import UNIT_ROUNDOFF, Contract
+from reconcile.metrics import ErrorStats
+from reconcile.report import Limits
+from reconcile.rounding import neighbours, round_to
+
+DELTA = 1e-6
+"""Probability with which the probabilistic bound may fail for any element of one tensor."""
+BASELINE_MAX_ABS = 2.0
+"""A correct kernel may have this many times plain torch's max_abs ..."""
+BASELINE_NMSE = 4.0
+"""... and this many times its nmse, worst_row_nmse and KL divergence (squares of amplitudes)."""
+FIXED_TOLERANCE = 1e-3
+"""rtol = atol where there is neither a contract nor a baseline."""
+FIXED_ATTENTION = 1e-2
+"""The same for attention outputs."""
+
+
+def gamma(k: int, u: float, outputs: int, *, truncating: bool = False) -> float:
+    """Relative error of a sum of ``k`` products against sum |x||w|.
+
+    The smaller of the worst case k u / (1 - k u) and the probabilistic bound
+    exp(lambda sqrt(k) u + k u^2 / (1 - u)) - 1 of Higham & Mary (SIAM J. Sci. Comput. 41(5),
+    2019), with lambda such that it fails for any of ``outputs`` elements with probability at
+    most `DELTA`. A truncating accumulator has twice the u and only the worst case.
+
+    >>> gamma(0, 2.0**-24, 1)
+    0.0
+    """
+    u = 2 * u if truncating else u
+    worst = k * u / (1 - k * u) if k * u < 1 else math.inf
+    if truncating or k == 0:
+        return worst
+    spread = math.sqrt(2 * math.log(2 * k * outputs / DELTA))
+    likely = math.expm1(spread * math.sqrt(k) * u + k * u * u / (1 - u))
+    return min(worst, likely)
+
+
+def error_bound(
+    contract: Contract, y: Tensor, magnitude: Tensor, k: int, reference_dtype: str
+) -> Tensor:
+    """E >= |result before the output's rounding - y|, float64 [..., N].
+
+    Args:
+        contract: the arithmetic that holds for this number of rows.
+        y: the reference's result, float64 [..., N].
+        magnitude: S = sum_k |x_k| |w_k| (+ |b|), float64 [..., N].
+        k: number of products.
+        reference_dtype: dtype in which the reference summed; its own error is part of E.
+    """
+    u = UNIT_ROUNDOFF[contract.accumulator]
+    outputs = max(1, y.numel())
+    truncating = contract.accumulator_rounding == "rtz"
+    partials = UNIT_ROUNDOFF[contract.partials] * contract.split_k if contract.split_k > 1 else 0.0
+    relative = gamma(k + contract.split_k, u, outputs, truncating=truncating) + partials
+    if contract.scale_applied == "before" and contract.weight_rounding is None:
+        relative += u  # code * scale may be rounded once to the accumulator's dtype
+    relative += gamma(k, UNIT_ROUNDOFF[reference_dtype], outputs)
+    bound = relative * magnitude
+    if contract.scale_applied != "before":
+        bound = bound + 2 * u * (y.abs() + bound)  # the scale's product, per block or at the end
+    if "bias" in contract.epilogue:
+        bound = bound + u * (y.abs() + bound)
+    if contract.flush_subnormals:
+        bound = bound + (k + 1) * 2.0**-126 * torch.ones_like(bound)
+    return bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Utilisation:
+    """How much of the a-priori bound the candidate uses, over one tensor."""
+
+    value: float
+    """Least t for which every element lies in [fl(y - tE), fl(y + tE)]; NaN if c has NaN."""
+    index: tuple[int, ...]
+    """Where it is largest."""
+    over: int
+    """Elements with t > 1."""
+    vacuous: bool
+    """Whether a candidate of zeros would be accepted everywhere."""
+
+
+def utilisation(candidate: Tensor, y: Tensor, bound: Tensor) -> Utilisation:
+    """Least multiple of ``bound`` that the error of each element needs.
+
+    c is within t E of y, up to the output's own rounding, if and only if
+    fl(y - tE) <= c <= fl(y + tE). For c above fl(y) that means that y + tE reaches the middle
+    between c and the value below it. Overflow to a legal infinity and subnormals are right by
+    construction.
+
+    Args:
+        candidate: c in its own dtype, [..., N].
+        y: the reference, float64.
+        bound: E, float64, not negative.
+    """
+    rounded = round_to(y, candidate.dtype)
+    below, above = neighbours(candidate)
+    wide = candidate.to(torch.float64)
+    nearer = torch.where(wide > y, (below + wide) / 2, (above + wide) / 2)
+    needed = torch.where(wide > y, nearer - y, y - nearer).clamp_min(0.0)
+    share = torch.where(needed > 0, needed / bound, 0.0)
+    same = (candidate == rounded) | (candidate.isnan() & y.isnan())
+    share = torch.where(same, 0.0, share)
+    share = torch.where(candidate.isnan() != y.isnan(), torch.nan, share)
+    share = torch.where(candidate.isinf() & ~same & ~share.isfinite(), torch.inf, share)
+    nan = share.isnan()
+    place = int(nan.flatten().int().argmax()) if bool(nan.any()) else int(share.argmax())
+    return Utilisation(
+        value=float(share.flatten()[place]),
+        index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), share.shape)),
+        over=int((~(share <= 1)).sum()),
+        vacuous=bool((y.abs() <= bound).all()),
+    )
+
+
+def bound_limits(contract: Contract, k: int) -> Limits:
+    """The limits of kind ``bound``: utilisation at most 1."""
+    blocks = f", split_k={contract.split_k}" if contract.split_k > 1 else ""
+    return Limits(
+        kind="bound",
+        source=(
+            f"a-priori bound of the contract: K={k}, accumulator {contract.accumulator} "
+            f"({contract.accumulator_rounding}){blocks}, scale {contract.scale_applied}, output "
+            f"{contract.output}; failure probability {DELTA:g} per tensor"
+        ),
+        bounds={"utilisation": 1.0},
+    )
+
+
+def baseline_limits(baseline: Mapping[str, Any], dtype: str, what: str) -> Limits:
+    """Limits from plain torch's own error: 2x its max_abs, 4x its nmse and worst_row_nmse."""
+    return Limits(
+        kind="baseline",
+        source=(
+            f"{BASELINE_MAX_ABS:g}x max_abs and {BASELINE_NMSE:g}x nmse of plain torch in {dtype} "
+            f"on the same decoded weights, {what}"
+        ),
+        bounds={
+            "max_abs": BASELINE_MAX_ABS * baseline["max_abs"],
+            "nmse": BASELINE_NMSE * baseline["nmse"],
+            "worst_row_nmse": BASELINE_NMSE * baseline["worst_row_nmse"],
+        },
+    )
+
+
+def fixed_limits(atol: float, rtol: float, source: str) -> Limits:
+    """Elementwise tolerance |c - r| <= atol + rtol |r|; the gated number is the share of it."""
+    return Limits(
+        kind="fixed",
+        source=f"atol={atol:g}, rtol={rtol:g}: {source}",
+        bounds={"tolerance_share": 1.0},
+    )
+
+
+def tolerance_share(candidate: Tensor, reference: Tensor, atol: float, rtol: float) -> float:
+    """Max |c - r| / (atol + rtol |r|); NaN if either side has one, x/0 is inf."""
+    c, r = candidate.to(torch.float64), reference.to(torch.float64)
+    error = torch.where(c == r, 0.0, (c - r).abs())
+    share = torch.where(error == 0, 0.0, error / (atol + rtol * r.abs()))
+    return math.nan if bool(share.isnan().any()) else float(share.max())
+
+
+def share_of_limits(stats: Mapping[str, Any], limits: Limits) -> tuple[float, str]:
+    """Largest value / bound over the gated statistics, and which one; NaN wins.
+
+    0/0 is 0: a bound of zero is met by zero only.
+    """
+    shares: dict[str, float] = {}
+    for name, bound in limits.bounds.items():
+        value = float(stats[name])
+        if value == 0:
+            shares[name] = 0.0
+        elif math.isnan(value) or math.isnan(bound):
+            return math.nan, name
+        else:
+            shares[name] = value / bound if bound > 0 else math.inf
+    worst = max(shares, key=lambda name: shares[name])
+    return shares[worst], worst
+
+
+def accepts_zeros(stats: ErrorStats, limits: Limits) -> bool:
+    """Whether a candidate of zeros would pass: then the limits say nothing about this tensor."""
+    zeros = {"max_abs": stats.reference_amax, "nmse": 1.0, "worst_row_nmse": 1.0}
+    if stats.reference_amax == 0:
+        return True
+    gated = [name for name in limits.bounds if name in zeros]
+    return bool(gated) and all(zeros[name] <= limits.bounds[name] for name in gated)

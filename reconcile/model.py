@@ -1,0 +1,73 @@
+"""The interface of a model source: what the engine asks of whoever reads checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from reconcile.weight import QuantizedWeight
+
+MakeLinear = Callable[[str, QuantizedWeight], nn.Module]
+"""Module path and stored weight to the linear that takes its place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """Module paths of a decoder's parts, in execution order."""
+
+    layers: tuple[str, ...]
+    """Decoder layers, e.g. ``model.layers.0``."""
+    norm: str | None
+    """Final norm."""
+    head: str | None
+    """Output embedding, ``lm_head``."""
+
+
+class Checkpoint(Protocol):
+    """A checkpoint that was read and checked."""
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+
+    @property
+    def sha256(self) -> str:
+        """Hash over its files."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of its dense tensors, by torch name."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+
+    @property
+    def weights(self) -> Mapping[str, QuantizedWeight]:
+        """Every quantised linear by module path, in the model's order."""
+
+    @property
+    def structure(self) -> Structure:
+        """Where the layers, the final norm and the head are."""
+
+    def build(self, dtype: torch.dtype, make_linear: MakeLinear) -> nn.Module:
+        """The model in ``dtype`` with ``make_linear`` in place of every quantised linear."""
+
+    def precise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Context in which the library's own float32 islands keep ``dtype``."""
+
+    def tokens(self, prompt: str) -> list[int]:
+        """Token ids of a text; CheckpointError where the checkpoint has no tokenizer."""
+
+
+class ModelSource(Protocol):
+    """Entry point of group ``reconcile.models``."""
+
+    def load(self, path: Path) -> Checkpoint:
+        """Read a checkpoint; CheckpointError says what is missing, unused or wrong."""

@@ -1,0 +1,275 @@
+"""A candidate of a case, resolved: checkpoint, kernel, engine, contract and prompts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from reconcile import registry
+from reconcile.case import CandidateConfig, Case, GateConfig, Tolerance, parse_contract
+from reconcile.contract import DTYPES, Contract
+from reconcile.exceptions import ConfigError, KernelError, TraceError, nearest
+from reconcile.kernel import Engine, Kernel, LinearSpec, Support
+from reconcile.model import Checkpoint
+
+DEFAULT_PROMPTS = (
+    "The rounding of a sum depends on the order in which its terms are added.",
+    "def dot(x, w):\n    return sum(a * b for a, b in zip(x, w, strict=True))\n",
+    "In 1985 a standard for binary floating-point arithmetic was published.",
+    "1 + 1 = 2; 2 + 2 = 4; 3 + 3 = 6; 4 + 4 = 8; 5 + 5 = 10; 6 + 6 =",
+)
+"""Texts that stand in where a case names no prompts; the checkpoint's tokenizer encodes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What both traces keep of a plan, so that they can be compared without it."""
+
+    case: str
+    candidate: str
+    kernel: str
+    engine: Engine | None
+    """None: no engine runs here."""
+    not_run: str
+    """Why no engine runs here; empty where one does."""
+    contract: Contract | None
+    """None: nothing is declared, and ops are judged against the baseline."""
+    dtype: str
+    reference_dtype: str
+    modules: tuple[str, ...]
+    """Modules that the kernel computes, in the model's order."""
+    layers: tuple[str, ...]
+    parts: tuple[str, ...]
+    """Modules that are compared isolated: decoder layers, final norm, head."""
+    levels: tuple[str, ...]
+    limits: dict[str, Tolerance]
+    gate: GateConfig
+
+
+_RECORD = TypeAdapter(PlanRecord)
+
+
+def record_to_facts(record: PlanRecord) -> dict[str, Any]:
+    """The record as JSON values."""
+    facts: dict[str, Any] = _RECORD.dump_python(record, mode="json")
+    return facts
+
+
+def record_from_facts(facts: dict[str, Any]) -> PlanRecord:
+    """The record that a trace keeps; TraceError where it keeps none."""
+    try:
+        return _RECORD.validate_python(facts["plan"])
+    except (KeyError, ValueError) as error:
+        raise TraceError(f"not a trace of `reconcile capture`: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that the two captures of one candidate need."""
+
+    case: Case
+    config: CandidateConfig
+    checkpoint: Checkpoint
+    kernel: Kernel
+    engine: Engine | None
+    notes: tuple[str, ...]
+    not_run: str
+    contract: Contract | None
+    dtype: torch.dtype
+    reference_dtype: torch.dtype
+    modules: tuple[str, ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+    @property
+    def arithmetic(self) -> Contract:
+        """The declared contract, or one that declares no rounding of the weight."""
+        return self.contract or Contract(output=_name(self.dtype))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Modules that are compared isolated: layers, final norm, head."""
+        structure = self.checkpoint.structure
+        return (*structure.layers, *(m for m in (structure.norm, structure.head) if m))
+
+    def spec(self, module: str) -> LinearSpec:
+        """What the kernel is asked to implement at ``module``."""
+        weight = self.checkpoint.weights[module]
+        return LinearSpec(
+            n=weight.shape[0],
+            k=weight.shape[1],
+            format=weight.format.name,
+            bias=weight.bias is not None,
+            activation_dtype=self.dtype,
+        )
+
+    def can_implement(self, module: str) -> Support:
+        """Whether the kernel accepts the layer, by its format and by its own word."""
+        formats = self.kernel.formats
+        if formats is not None and self.spec(module).format not in formats:
+            return Support(False, f"reads {', '.join(formats)}, not {self.spec(module).format}")
+        return self.kernel.can_implement(self.spec(module))
+
+    def record(self) -> PlanRecord:
+        """The part that traces keep."""
+        return PlanRecord(
+            case=self.case.case.name,
+            candidate=self.config.name,
+            kernel=self.kernel.name,
+            engine=self.engine,
+            not_run=self.not_run,
+            contract=self.contract,
+            dtype=_name(self.dtype),
+            reference_dtype=_name(self.reference_dtype),
+            modules=self.modules,
+            layers=self.checkpoint.structure.layers,
+            parts=self.parts,
+            levels=self.case.levels.run,
+            limits=self.case.limits,
+            gate=self.case.gate,
+        )
+
+
+def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only: str = "*") -> Plan:
+    """Resolve one candidate.
+
+    Args:
+        case: the whole case.
+        config: the candidate.
+        checkpoint: the checkpoint of ``case.model``.
+        only: glob that further restricts the candidate's modules (``--only``).
+
+    Raises:
+        ConfigError, KernelError: a kernel, engine, contract, prompt or glob that does not fit.
+    """
+    kernel = registry.kernel(config.kernel, case.base)
+    engine, note = choose_engine(kernel, config.engine)
+    if config.device != "cpu" and not torch.device(config.device).type == "cuda":
+        raise ConfigError(f"candidate.device {config.device!r}: expected cpu or cuda")
+    return Plan(
+        case=case,
+        config=config,
+        checkpoint=checkpoint,
+        kernel=kernel,
+        engine=engine,
+        notes=(note,) if engine else (),
+        not_run="" if engine else note,
+        contract=_contract(kernel, config),
+        dtype=DTYPES[config.dtype or _checked_dtype(checkpoint.dtype)],
+        reference_dtype=DTYPES[case.reference.dtype],
+        modules=_modules(checkpoint, config, only),
+        prompts=_prompts(case, checkpoint),
+    )
+
+
+def choose_engine(kernel: Kernel, wanted: str) -> tuple[Engine | None, str]:
+    """The engine to use and a note for the report, or None and why none runs here.
+
+    ``wanted`` is an engine's name, ``auto`` (the first that runs here), ``hardware``,
+    ``emulated`` or ``vendor`` (the first of that kind).
+    """
+    kinds = ("hardware", "emulated", "vendor")
+    names = [engine.name for engine in kernel.engines]
+    if wanted == "auto":
+        pool = kernel.engines
+    elif wanted in kinds:
+        pool = tuple(e for e in kernel.engines if wanted in (e.execution, e.implementation))
+    elif wanted in names:
+        pool = tuple(e for e in kernel.engines if e.name == wanted)
+    else:
+        raise KernelError(
+            f"{kernel.name} has no engine {wanted!r}: {nearest(wanted, [*names, *kinds, 'auto'])}"
+        )
+    refusals = []
+    for engine in pool:
+        support = kernel.is_supported(engine)
+        if support:
+            before = f" ({'; '.join(refusals)})" if refusals else ""
+            return engine, f"{kernel.name} runs on {engine.name} (asked: {wanted}){before}"
+        refusals.append(f"{engine.name}: {support.reason}")
+    return None, "; ".join(refusals) or f"{kernel.name} has no engine of kind {wanted}"
+
+
+def _contract(kernel: Kernel, config: CandidateConfig) -> Contract | None:
+    if config.contract is None:
+        return kernel.contract
+    if kernel.contract is not None:
+        raise ConfigError(
+            f"candidate {config.name!r}: {kernel.name} declares its own contract; remove the "
+            "contract from the case"
+        )
+    return parse_contract(config.contract)
+
+
+def _checked_dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ConfigError(f"candidate.dtype is missing and the checkpoint's {name} is none of it")
+    return name
+
+
+def _modules(checkpoint: Checkpoint, config: CandidateConfig, only: str) -> tuple[str, ...]:
+    known = list(checkpoint.weights)
+    for glob in (*config.modules, only):
+        if not any(fnmatchcase(name, glob) for name in known):
+            raise ConfigError(f"no quantised module matches {glob!r}: {nearest(glob, known)}")
+    modules = tuple(
+        name
+        for name in known
+        if any(fnmatchcase(name, glob) for glob in config.modules) and fnmatchcase(name, only)
+    )
+    if not modules:
+        raise ConfigError(f"no module matches both {config.modules} and {only!r}")
+    return modules
+
+
+def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[tuple[int, ...], ...]:
+    """Token ids of every prompt, cut to ``max_tokens``; no prompt may be empty."""
+    where = "the default prompts"
+    entries: list[Any] = list(DEFAULT_PROMPTS)
+    if case.model.prompts is not None:
+        file = case.base / case.model.prompts
+        where = str(file)
+        entries = _read_prompts(file)
+    ids = [tuple(_tokens(entry, checkpoint, where))[: case.model.max_tokens] for entry in entries]
+    if not ids or not all(ids):
+        raise ConfigError(f"{where}: expected prompts of at least one token, got an empty one")
+    largest = max(max(tokens) for tokens in ids)
+    if largest >= checkpoint.vocab_size:
+        raise ConfigError(
+            f"{where}: token id {largest} is outside the vocabulary of {checkpoint.vocab_size}"
+        )
+    if len(set(ids)) != len(ids):
+        raise ConfigError(f"{where}: two prompts are equal after {case.model.max_tokens} tokens")
+    return tuple(ids)
+
+
+def _read_prompts(file: Path) -> list[Any]:
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such prompts file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: unreadable: {error}") from error
+    entries = body.get("prompts") if isinstance(body, dict) else body
+    if not isinstance(entries, list):
+        raise ConfigError(f"{file}: expected a list of texts or of token-id lists")
+    return entries
+
+
+def _tokens(entry: object, checkpoint: Checkpoint, where: str) -> list[int]:
+    if isinstance(entry, dict):
+        entry = entry.get("tokens", entry.get("text"))
+    if isinstance(entry, str):
+        return checkpoint.tokens(entry)
+    if isinstance(entry, list) and all(type(token) is int and token >= 0 for token in entry):
+        return entry
+    raise ConfigError(f"{where}: expected a text or a list of token ids, got {entry!r:.80}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

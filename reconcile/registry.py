@@ -1,0 +1,136 @@
+"""What is installed: formats, kernels, model sources, reporters and cases, by entry point.
+
+Anyone can add one from their own package; the engine imports none of them by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from reconcile.exceptions import ConfigError, KernelError, nearest
+from reconcile.kernel import FunctionKernel, Kernel
+from reconcile.model import ModelSource
+from reconcile.report import Report
+from reconcile.weight import Format
+
+
+@cache
+def _group(kind: str) -> dict[str, EntryPoint]:
+    found: dict[str, EntryPoint] = {}
+    for point in entry_points(group=f"reconcile.{kind}"):
+        if point.name in found and found[point.name].value != point.value:
+            raise ConfigError(
+                f"two packages register {kind} {point.name!r}: {found[point.name].value} and "
+                f"{point.value}"
+            )
+        found[point.name] = point
+    return found
+
+
+def _load(kind: str, name: str) -> Any:  # noqa: ANN401
+    group = _group(kind)
+    if name not in group:
+        raise ConfigError(f"unknown {kind.removesuffix('s')} {name!r}: {nearest(name, group)}")
+    return group[name].load()
+
+
+@cache
+def formats() -> dict[str, Format]:
+    """Every registered number format by name."""
+    return {name: cast(Format, point.load()) for name, point in sorted(_group("formats").items())}
+
+
+def kernel_names() -> list[str]:
+    """Names of the registered kernels."""
+    return sorted(_group("kernels"))
+
+
+def kernel(spec: str, base: Path | None = None) -> Kernel:
+    """The kernel that a case names.
+
+    Args:
+        spec: a registered name, ``package.module:attr``, or ``path/to/file.py:attr``.
+        base: directory that a relative file path starts from (default: the working directory).
+
+    Raises:
+        KernelError: not registered, not found, fails to import, or is no kernel.
+    """
+    if spec in _group("kernels"):
+        return cast(Kernel, _group("kernels")[spec].load())
+    place, colon, attribute = spec.rpartition(":")
+    if not colon:
+        raise KernelError(
+            f"unknown kernel {spec!r}: {nearest(spec, _group('kernels'))}; or give "
+            "package.module:attr or path/to/file.py:attr"
+        )
+    module = _file_module(place, base) if place.endswith(".py") else _named_module(place)
+    try:
+        found = getattr(module, attribute)
+    except AttributeError:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise KernelError(f"{place} has no {attribute!r}: {nearest(attribute, public)}") from None
+    return as_kernel(found, spec)
+
+
+def as_kernel(found: object, name: str) -> Kernel:
+    """An object with the Kernel protocol as it is, a function wrapped; else KernelError."""
+    if isinstance(found, Kernel):
+        return found
+    if callable(found) and not isinstance(found, type):
+        return FunctionKernel(name, found)
+    raise KernelError(
+        f"{name}: expected a function f(x, weight, bias=None) or an object with the Kernel "
+        f"protocol, got {type(found).__name__}"
+    )
+
+
+def _named_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise KernelError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+
+
+def _file_module(place: str, base: Path | None) -> ModuleType:
+    path = ((base or Path.cwd()) / place).resolve()
+    if not path.is_file():
+        raise KernelError(f"{path}: no such file")
+    spec = importlib.util.spec_from_file_location(f"_reconcile_kernel_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise KernelError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise KernelError(f"cannot import {path}: {type(error).__name__}: {error}") from error
+    return module
+
+
+def model_source(name: str = "transformers") -> ModelSource:
+    """The registered reader of checkpoints."""
+    return cast(ModelSource, _load("models", name)())
+
+
+def reporter(name: str) -> tuple[Callable[[Report], str], str | None]:
+    """A renderer and the name of the file that it writes (None: only for the terminal)."""
+    render = cast(Callable[[Report], str], _load("reporters", name))
+    return render, cast("str | None", sys.modules[render.__module__].FILENAME)  # type: ignore[attr-defined]
+
+
+def embedded_case() -> Path:
+    """The case that runs when none is named."""
+    group = _group("cases")
+    if not group:
+        raise ConfigError("no case is embedded in this installation: name a config file")
+    name = next(iter(group))
+    module = group[name].load()
+    return Path(module.__file__).parent / "cases" / f"{name}.toml"

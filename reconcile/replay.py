@@ -1,0 +1,204 @@
+"""One call of a kernel under guard: what it returned, and what it did besides."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import deterministic
+
+from reconcile.kernel import Engine, Kernel
+from reconcile.report import Reason
+from reconcile.rounding import bit_view, bitwise_equal
+from reconcile.trace import visit_tensors
+from reconcile.weight import QuantizedWeight
+
+
+class KernelFailureError(Exception):
+    """A kernel call inside a model that gave no usable output; ends that pass."""
+
+    def __init__(self, module: str, call: Call) -> None:
+        super().__init__(f"{module}: {call.text}")
+        self.module = module
+        self.call = call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Outcome of a guarded call: an output, or the reason why there is none.
+
+    ``reason`` may come with an output: a kernel that changed its input still returned one.
+    """
+
+    output: Tensor | None
+    reason: Reason | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A kernel ready to compute one layer."""
+
+    name: str
+    """Module path."""
+    kernel: Kernel
+    engine: Engine
+    prepared: Any
+    bias: Tensor | None
+    n: int
+    k: int
+    output: torch.dtype
+
+    @classmethod
+    def of(
+        cls, kernel: Kernel, engine: Engine, weight: QuantizedWeight, output: torch.dtype
+    ) -> Prepared:
+        """Let the kernel repack the weight."""
+        return cls(
+            name=weight.name,
+            kernel=kernel,
+            engine=engine,
+            prepared=kernel.prepare(weight, engine),
+            bias=weight.bias,
+            n=weight.shape[0],
+            k=weight.shape[1],
+            output=output,
+        )
+
+    def call(self, x: Tensor, *, poison: bool = True) -> Call:
+        """Apply the kernel to a copy of x [..., K] and check what it did.
+
+        Memory that torch allocates meanwhile is filled with NaN if ``poison``, so that an
+        element the kernel does not write shows. The output is copied, so that a kernel which
+        returns its own workspace cannot change it later.
+        """
+        given = x.clone()
+        before = _digest(self.prepared)
+        try:
+            with poisoned_memory() if poison else _plain_memory(x, self.n):
+                y = self.kernel.apply(given, self.prepared, self.bias)
+        except NotImplementedError as error:
+            return Call(
+                output=None,
+                reason=Reason.NOT_RUN,
+                text=f"declined x {list(x.shape)}: {error or 'NotImplementedError'}",
+            )
+        except Exception as error:  # noqa: BLE001 - a kernel may raise anything
+            return Call(
+                output=None,
+                reason=Reason.RAISED,
+                text=f"raised {type(error).__name__} on x {list(x.shape)}: {error}",
+            )
+        call = self.check_output(x, y)
+        if call.output is None:
+            return call
+        if not bitwise_equal(given, x):
+            changed = int((bit_view(given) != bit_view(x)).sum())
+            text = f"changed {changed} of {x.numel()} elements of its input"
+            return Call(output=call.output, reason=Reason.INPUT_MUTATED, text=text)
+        if _digest(self.prepared) != before:
+            text = "changed its prepared weight"
+            return Call(output=call.output, reason=Reason.INPUT_MUTATED, text=text)
+        return call
+
+    def check_output(self, x: Tensor, y: object) -> Call:
+        """A copy of y where it is a tensor of the promised shape and dtype, else the reason."""
+        expected = (*x.shape[:-1], self.n)
+        if not isinstance(y, Tensor):
+            return Call(
+                output=None,
+                reason=Reason.DTYPE,
+                text=f"expected a tensor {list(expected)}, got {type(y).__name__}",
+            )
+        if tuple(y.shape) != expected:
+            return Call(
+                output=None,
+                reason=Reason.SHAPE,
+                text=f"expected y {list(expected)} for x {list(x.shape)}, got {list(y.shape)}",
+            )
+        if y.dtype != self.output:
+            return Call(
+                output=None, reason=Reason.DTYPE, text=f"expected {self.output}, got {y.dtype}"
+            )
+        return Call(output=y.detach().clone())
+
+
+class KernelLinear(nn.Module):
+    """A kernel in a model, in place of a linear. It never falls back to other code."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__()
+        self._prepared = prepared
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] to [..., N]; KernelFailureError where the kernel gives no usable output.
+
+        x is passed as it is, not as a copy: what the kernel does to it happens to the model.
+        """
+        with poisoned_memory():
+            try:
+                y = self._prepared.kernel.apply(x, self._prepared.prepared, self._prepared.bias)
+            except Exception as error:
+                declined = isinstance(error, NotImplementedError)
+                raise KernelFailureError(
+                    self._prepared.name,
+                    Call(
+                        output=None,
+                        reason=Reason.NOT_RUN if declined else Reason.RAISED,
+                        text=f"{type(error).__name__} on x {list(x.shape)}: {error}",
+                    ),
+                ) from error
+        call = self._prepared.check_output(x, y)
+        if call.output is None:
+            raise KernelFailureError(self._prepared.name, call)
+        self.calls += 1
+        return call.output
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill every tensor that torch leaves uninitialised with NaN (integers: their maximum).
+
+    This is torch's own deterministic fill, so it reaches allocations in C++ too. Recycled
+    memory would otherwise often hold the right old value.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic.*")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            deterministic.fill_uninitialized_memory = fill
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+@contextmanager
+def _plain_memory(x: Tensor, n: int) -> Iterator[None]:
+    """Recycled memory that held a finite pattern, which no right output equals."""
+    rows = x.numel() // max(1, x.shape[-1])
+    for dtype in {x.dtype, torch.float32}:
+        torch.full((rows, n), -7.75, dtype=dtype, device=x.device)
+    yield
+
+
+def _digest(prepared: object) -> tuple[int, ...]:
+    """Position-weighted sums over the bits of every tensor in a prepared weight."""
+    sums: list[int] = []
+
+    def add(_: str, tensor: Tensor) -> None:
+        bits = bit_view(tensor.detach().contiguous()).reshape(-1).to(torch.int64)
+        places = torch.arange(1, bits.numel() + 1, device=bits.device)
+        sums.append(int((bits * places).sum()))
+
+    visit_tensors(prepared, "prepared", add)
+    return tuple(sums)

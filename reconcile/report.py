@@ -1,0 +1,397 @@
+"""What a run says: rows with verdicts, coverage, and the exit code.
+
+HTML, JSON, JUnit, Markdown and the terminal are renderings of one `Report`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = 1
+"""Version of the ``report.json`` layout."""
+
+
+class Verdict(StrEnum):
+    """Outcome of one comparison."""
+
+    PASS = "PASS"
+    FAIL = "FAIL"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+
+class Level(StrEnum):
+    """Stages of the funnel."""
+
+    WEIGHT = "weight"
+    STAGE = "stage"
+    OP = "op"
+    MODULE = "module"
+    MODEL = "model"
+
+
+class Reason(StrEnum):
+    """Why a verdict is not PASS."""
+
+    # FAIL
+    OVER_LIMIT = "over_limit"
+    BIAS = "bias"
+    NONFINITE = "nonfinite"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    UNWRITTEN = "unwritten"
+    OVERRUN = "overrun"
+    INPUT_MUTATED = "input_mutated"
+    RAISED = "raised"
+    UNSTABLE = "unstable"
+    RATCHET = "ratchet"
+    # INCONCLUSIVE
+    NOT_RUN = "not_run"
+    FELL_BACK = "fell_back"
+    NOT_COMPARED = "not_compared"
+    REFERENCE_SUSPECT = "reference_suspect"
+    CAPTURE_INVALID = "capture_invalid"
+    VACUOUS = "vacuous"
+    BLOCKED = "blocked"
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict that this reason belongs to."""
+        return Verdict.INCONCLUSIVE if self in _INCONCLUSIVE else Verdict.FAIL
+
+
+_INCONCLUSIVE = frozenset(
+    {
+        Reason.NOT_RUN,
+        Reason.FELL_BACK,
+        Reason.NOT_COMPARED,
+        Reason.REFERENCE_SUSPECT,
+        Reason.CAPTURE_INVALID,
+        Reason.VACUOUS,
+        Reason.BLOCKED,
+    }
+)
+
+
+class ExitCode:
+    """Exit codes of the command line."""
+
+    PASS = 0
+    """Everything was compared and passed."""
+    FAIL = 1
+    """At least one FAIL."""
+    INCONCLUSIVE = 2
+    """No FAIL, but something is inconclusive, uncovered, not run, or nothing was compared."""
+    BAD_INPUT = 3
+    """Bad input or configuration."""
+    INTERNAL = 4
+    """A fault of the tool itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Largest accepted value of each gated statistic, and where the numbers come from."""
+
+    kind: Literal["exact", "bound", "baseline", "floor", "fixed", "ratchet"]
+    """How the bounds were found; a measured or derived kind is preferred to ``fixed``."""
+    source: str
+    """Derivation, calibration run, or the user's reason; never empty."""
+    bounds: dict[str, float] = field(default_factory=dict)
+    """Statistic to largest accepted value; a value is accepted if value <= bound."""
+
+    def __post_init__(self) -> None:
+        """A limit without a source, or that gates nothing, is refused."""
+        if not self.source or not self.bounds:
+            raise ValueError("limits need a source and at least one bound")
+
+
+LimitsRecord = Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """One fitted explanation of a failing row."""
+
+    name: str
+    explains: float
+    """Share of the error energy explained, in [0, 1]."""
+    parameters: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One comparison."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    level: Level
+    tap: str
+    """Module path and port, e.g. ``model.layers.3.mlp.down_proj:out``."""
+    check: str
+    """``isolated``, ``chained``, ``top10``, ``kl``, ``growth``, ..."""
+    shape: tuple[int, ...] = ()
+    """Op level: (M, N, K); else the shape of the compared tensor."""
+    pass_: str = ""
+    """Fingerprint of the pass's inputs (``pass`` in JSON)."""
+    kernel: str = ""
+    engine: str = ""
+    implementation: str = ""
+    execution: str = ""
+    fidelity: str = ""
+    verdict: Verdict
+    reason: Reason | None = None
+    text: str = ""
+    """One sentence for the reader: what was seen, where."""
+    stats: dict[str, Any] = field(default_factory=dict)
+    limits: Limits | None = None
+    utilisation: float | None = None
+    """Largest share of its limit that the error takes; above 1 is a FAIL."""
+    diagnosis: tuple[Diagnosis, ...] = ()
+
+    def __post_init__(self) -> None:
+        """A row that is not PASS has a reason that fits its verdict; a PASS has none."""
+        if (self.reason is None) != (self.verdict is Verdict.PASS):
+            raise ValueError(f"{self.tap}: verdict {self.verdict} with reason {self.reason}")
+        if self.reason is not None and self.reason.verdict is not self.verdict:
+            raise ValueError(f"{self.tap}: reason {self.reason} is not one of {self.verdict}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Which of the modules that must be compared were compared."""
+
+    expected: int
+    compared: int
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """The first failing tap in execution order."""
+
+    tap: str
+    row: int
+    """Index into ``rows``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where one side of the comparison comes from."""
+
+    side: str
+    """``reference`` or the candidate's name."""
+    model: str
+    """Name or path of the checkpoint."""
+    checkpoint_sha256: str
+    """Hash over the checkpoint's files."""
+    dtype: str
+    """Dtype of activations and arithmetic."""
+    machine: str
+    """Processor and system."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of what computed it."""
+    command: str = ""
+    """Command line or API call."""
+    created: str = ""
+    """UTC time, ISO 8601."""
+    notes: tuple[str, ...] = ()
+    """What the reader must know, e.g. which engine ``auto`` chose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything that a run says."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    case: str
+    rows: tuple[Row, ...]
+    coverage: Coverage
+    provenance: tuple[Provenance, ...] = ()
+    command: str = ""
+    created: str = ""
+    """UTC time, ISO 8601."""
+    seconds: float = 0.0
+    """Wall time of the run."""
+    notices: tuple[str, ...] = ()
+    """Findings that concern the whole run: a required kernel that did not run, ..."""
+    required_coverage: float = 1.0
+    """Share of the expected modules that must have been compared."""
+    required_not_run: tuple[str, ...] = ()
+    """Required kernels that did not run on everything they can implement."""
+    allowed: tuple[str, ...] = ()
+    """Uses of ``[gate] allow_inconclusive``: row and the reason given."""
+    allowed_rows: frozenset[int] = frozenset()
+    """Indices of the INCONCLUSIVE rows that the gate was told to allow."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAIL if any row fails; PASS only if everything was compared and passed."""
+        if any(row.verdict is Verdict.FAIL for row in self.rows):
+            return Verdict.FAIL
+        if self.required_not_run or not self._covered or not self.rows:
+            return Verdict.INCONCLUSIVE
+        if all(
+            row.verdict is Verdict.PASS or index in self.allowed_rows
+            for index, row in enumerate(self.rows)
+        ) and any(row.verdict is Verdict.PASS for row in self.rows):
+            return Verdict.PASS
+        return Verdict.INCONCLUSIVE
+
+    @property
+    def _covered(self) -> bool:
+        coverage = self.coverage
+        return (
+            coverage.expected > 0
+            and coverage.compared >= self.required_coverage * coverage.expected
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """0 PASS, 1 FAIL, 2 INCONCLUSIVE."""
+        return {
+            Verdict.PASS: ExitCode.PASS,
+            Verdict.FAIL: ExitCode.FAIL,
+            Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
+        }[self.verdict]
+
+    @property
+    def first_divergence(self) -> Divergence | None:
+        """The first FAIL: rows are in funnel order, and within a level in execution order."""
+        for index, row in enumerate(self.rows):
+            if row.verdict is Verdict.FAIL:
+                return Divergence(tap=row.tap, row=index)
+        return None
+
+    def failures(self) -> Iterator[Row]:
+        """Rows with verdict FAIL, in order."""
+        return (row for row in self.rows if row.verdict is Verdict.FAIL)
+
+    def counts(self) -> dict[str, int]:
+        """Number of rows by verdict; every verdict is present."""
+        counts = Counter(row.verdict for row in self.rows)
+        return {verdict.value: counts[verdict] for verdict in Verdict}
+
+    def frame(self) -> pd.DataFrame:
+        """One line per row; statistics are columns ``stats.<name>``."""
+        import pandas as pd
+
+        records = [_row_record(row) for row in self.rows]
+        return pd.json_normalize(records)
+
+    def raise_for_verdict(self) -> None:
+        """AssertionError with the terminal text of the failing rows unless the verdict is PASS."""
+        if self.verdict is Verdict.PASS:
+            return
+        __tracebackhide__ = True
+        raise AssertionError(self.explain())
+
+    def explain(self, limit: int = 20) -> str:
+        """The verdict, and one line for each of the first ``limit`` rows that are not PASS."""
+        lines = [f"{self.verdict.value}: {self.case}", *self.notices]
+        bad = [row for row in self.rows if row.verdict is not Verdict.PASS]
+        lines += [describe(row) for row in bad[:limit]]
+        if len(bad) > limit:
+            lines.append(f"... and {len(bad) - limit} more rows")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of ``report.json``."""
+        body: dict[str, Any] = {
+            "schema": SCHEMA,
+            "verdict": self.verdict.value,
+            "exit_code": self.exit_code,
+            "first_divergence": (
+                None
+                if self.first_divergence is None
+                else {"tap": self.first_divergence.tap, "row": self.first_divergence.row}
+            ),
+            "counts": self.counts(),
+        }
+        fields = _REPORT.dump_python(self, mode="json")
+        fields["rows"] = [_row_record(row) for row in self.rows]
+        fields["allowed_rows"] = sorted(self.allowed_rows)
+        return body | fields
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Report:
+        """The Report that `to_dict` wrote.
+
+        Raises:
+            ValueError: another schema, unknown or missing keys, or a stored verdict that the
+                rows do not give.
+        """
+        if body.get("schema") != SCHEMA:
+            raise ValueError(f"expected schema {SCHEMA}, got {body.get('schema')!r}")
+        derived = ("schema", "verdict", "exit_code", "first_divergence", "counts")
+        fields = {key: value for key, value in body.items() if key not in derived}
+        fields["rows"] = [_row_fields(row) for row in fields.get("rows", [])]
+        report = _REPORT.validate_python(fields)
+        if body.get("verdict") != report.verdict or body.get("exit_code") != report.exit_code:
+            raise ValueError(
+                f"the stored verdict {body.get('verdict')} / {body.get('exit_code')} is not what "
+                f"the rows give ({report.verdict} / {report.exit_code})"
+            )
+        return report
+
+
+def describe(row: Row) -> str:
+    """One line: verdict, reason, where, and what was seen.
+
+    >>> describe(Row(level=Level.OP, tap="a:out", check="isolated", verdict=Verdict.FAIL,
+    ...              reason=Reason.NONFINITE, text="1 NaN"))
+    'FAIL nonfinite  op a:out isolated: 1 NaN'
+    """
+    reason = f" {row.reason.value}" if row.reason else ""
+    shape = f" {'x'.join(map(str, row.shape))}" if row.shape else ""
+    where = f"{row.level.value} {row.tap} {row.check}{shape}"
+    return f"{row.verdict.value}{reason}  {where}: {row.text or 'within its limits'}"
+
+
+_ROW = TypeAdapter(Row)
+_REPORT = TypeAdapter(Report)
+
+
+_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""JSON has no non-finite numbers: they are written as these strings and read back."""
+
+
+def _row_record(row: Row) -> dict[str, Any]:
+    record = _spell_floats(_ROW.dump_python(row))
+    return {("pass" if key == "pass_" else key): value for key, value in record.items()}
+
+
+def _row_fields(record: dict[str, Any]) -> dict[str, Any]:
+    fields = {("pass_" if key == "pass" else key): value for key, value in record.items()}
+    for name in ("stats", "utilisation"):
+        fields[name] = _restore_floats(fields.get(name))
+    return fields
+
+
+def _spell_floats(value: Any) -> Any:  # noqa: ANN401
+    """``value`` with every non-finite float spelt out, containers as lists and dicts."""
+    if isinstance(value, dict):
+        return {key: _spell_floats(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_floats(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value.value if isinstance(value, StrEnum) else value
+
+
+def _restore_floats(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, dict):
+        return {key: _restore_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_restore_floats(item) for item in value]
+    return _NONFINITE.get(value, value) if isinstance(value, str) else value

@@ -1,0 +1,224 @@
+"""Hooks that copy what passes a module's ports, and hooks that feed a module other inputs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reconcile.exceptions import TapError, nearest
+from reconcile.rounding import bit_view, round_to
+from reconcile.trace import Store, Tap, Trace, TraceMemory, visit_tensors
+
+
+@contextmanager
+def taps(
+    model: nn.Module, patterns: Sequence[str] = ("*",), *, inputs: bool = True
+) -> Iterator[Trace]:
+    """Record inputs and outputs of the matching modules during every call of ``model``.
+
+    Each call of the model is one pass. Inputs are copied before the call, outputs after it.
+    The hooks are removed whatever happens in the block.
+
+    Raises:
+        TapError: a pattern matches no module, a tapped module never ran, no pass was recorded,
+            or a capture was rewritten before the block ended.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
+    >>> with taps(model, ["0"]) as trace:
+    ...     _ = model(torch.ones(1, 2))
+    >>> list(trace.passes[0].tensors)
+    ['0:in0', '0:out']
+    """
+    store = TraceMemory()
+    recorder = Recorder(model, match_modules(model, patterns), store, inputs=inputs)
+    with recorder:
+        yield store.trace
+    if not store.trace.passes:
+        raise TapError("no pass was recorded: the model was not called inside the block")
+    recorder.require_all_fired()
+    if rewritten := store.verify():
+        raise TapError(f"captures were rewritten after they were taken: {', '.join(rewritten)}")
+
+
+def match_modules(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
+    """Paths of the modules that match any of the globs, in the model's order.
+
+    Raises:
+        TapError: a pattern that matches nothing, with the nearest path.
+    """
+    names = [name for name, _ in model.named_modules()]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            known = {".".join(name.split(".")[:3]) for name in names if name}
+            raise TapError(f"no module matches {pattern!r}: {nearest(pattern, known)}")
+        chosen |= found
+    return tuple(name for name in names if name in chosen)
+
+
+class Recorder:
+    """Hooks on a model that put what they see into a `Store`; a context manager.
+
+    A call of the model itself delimits a pass and gives its fingerprint. ``kind`` may be set
+    before each call.
+    """
+
+    def __init__(
+        self, model: nn.Module, modules: Iterable[str], store: Store, *, inputs: bool = True
+    ) -> None:
+        self.kind = "chained"
+        self.fired: Counter[str] = Counter()
+        self._model = model
+        self._modules = tuple(modules)
+        self._store = store
+        self._inputs = inputs
+        self._calls: Counter[str] = Counter()
+        self._recording = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Recorder:
+        """Register the hooks."""
+        with ExitStack() as stack:
+            add = stack.enter_context
+            add(_removing(self._model.register_forward_pre_hook(self._begin, with_kwargs=True)))
+            for name in self._modules:
+                module = self._model.get_submodule(name)
+                if self._inputs:
+                    hook = self._before(name)
+                    add(_removing(module.register_forward_pre_hook(hook, with_kwargs=True)))
+                add(_removing(module.register_forward_hook(self._after(name))))
+            add(_removing(self._model.register_forward_hook(self._end)))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove every hook."""
+        self._stack.close()
+
+    def unreached(self) -> tuple[str, ...]:
+        """Tapped modules that never ran."""
+        return tuple(name for name in self._modules if not self.fired[name])
+
+    def require_all_fired(self) -> None:
+        """TapError naming the tapped modules that never ran."""
+        if silent := self.unreached():
+            raise TapError(
+                f"{len(silent)} of {len(self._modules)} tapped modules never ran: "
+                f"{', '.join(silent[:5])}. Hooks fire only through module(...): a caller that "
+                "uses module.forward(...), or torch.compile before the hooks, bypasses them"
+            )
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls.clear()
+        self._recording = True
+        self._store.begin(fingerprint(args, kwargs), self.kind)
+
+    def _end(self, *_: object) -> None:
+        self._recording = False
+        self._store.end()
+
+    def _before(self, name: str) -> Any:  # noqa: ANN401 - torch's hook type
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self._recording:
+                raise TapError(
+                    f"{name} ran outside a call of the model: call model(...), not "
+                    "model.forward(...), so that passes can be told apart"
+                )
+            for index, value in enumerate(args):
+                visit_tensors(value, f"in{index}", self._putter(name))
+            visit_tensors(kwargs, "in", self._putter(name))
+
+        return hook
+
+    def _after(self, name: str) -> Any:  # noqa: ANN401 - torch's hook type
+        def hook(_: nn.Module, __: tuple[Any, ...], output: object) -> None:
+            visit_tensors(output, "out", self._putter(name))
+            self._calls[name] += 1
+            self.fired[name] += 1
+
+        return hook
+
+    def _putter(self, name: str) -> Any:  # noqa: ANN401 - a local function
+        call = self._calls[name]
+        return lambda port, tensor: self._store.put(str(Tap(name, port, call)), tensor)
+
+
+@contextmanager
+def forced_inputs(
+    model: nn.Module, inputs: Mapping[str, Mapping[str, Tensor]], dtype: torch.dtype
+) -> Iterator[None]:
+    """Teacher-force: while the block runs, feed each named module the given tensors.
+
+    Args:
+        model: the model whose modules are fed.
+        inputs: module path to {port: tensor}; only the ports that are named are replaced.
+        dtype: dtype in which the module gets them.
+    """
+    with ExitStack() as stack:
+        for name, ports in inputs.items():
+            module = model.get_submodule(name)
+            hook = _forcing(ports, dtype)
+            handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            stack.enter_context(_removing(handle))
+        yield
+
+
+def _forcing(ports: Mapping[str, Tensor], dtype: torch.dtype) -> Any:  # noqa: ANN401
+    def replace(value: object, port: str) -> object:
+        if isinstance(value, Tensor):
+            given = ports.get(port)
+            return value if given is None else given.to(device=value.device, dtype=dtype)
+        if isinstance(value, tuple | list):
+            return type(value)(replace(item, f"{port}.{i}") for i, item in enumerate(value))
+        return value
+
+    def hook(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (
+            tuple(replace(value, f"in{i}") for i, value in enumerate(args)),
+            {name: replace(value, f"in.{name}") for name, value in kwargs.items()},
+        )
+
+    return hook
+
+
+@contextmanager
+def _removing(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def fingerprint(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Identity of a pass: 16 hex digits over its integer and boolean inputs, by name.
+
+    Token ids, positions and masks identify a pass whatever dtype the model computes in. Where
+    there are none, the floating-point inputs stand in, rounded to bfloat16 so that the same
+    values in another dtype give the same identity. The length of a KV cache counts too.
+    """
+    found: dict[str, Tensor] = {}
+    for index, value in enumerate(args):
+        visit_tensors(value, f"in{index}", found.__setitem__)
+    visit_tensors(
+        {k: v for k, v in kwargs.items() if k != "past_key_values"}, "in", found.__setitem__
+    )
+    exact = {name: t for name, t in found.items() if not t.is_floating_point()}
+    digest = hashlib.sha256()
+    for name, tensor in sorted((exact or found).items()):
+        values = round_to(tensor, torch.bfloat16) if tensor.is_floating_point() else tensor
+        digest.update(f"{name}{list(values.shape)}".encode())
+        digest.update(bit_view(values.detach().cpu().contiguous()).numpy().tobytes())
+    cache = kwargs.get("past_key_values")
+    if cache is not None and hasattr(cache, "get_seq_length"):
+        digest.update(f"cache{cache.get_seq_length()}".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,447 @@
+"""Traces: the captured tensors of one run, in memory or as a directory of safetensors.
+
+On disk a trace is ``manifest.json`` beside one safetensors shard per pass. Shards are written
+as the tensors arrive (no second copy in memory); the manifest is written last and renamed into
+place, so that a killed run leaves no manifest and therefore no trace.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from reconcile.exceptions import TraceError
+from reconcile.report import Provenance
+from reconcile.rounding import bit_view
+
+SCHEMA = 1
+"""Version of the manifest."""
+HEADER_RESERVE = 1 << 17
+"""Bytes kept free at the head of a shard for its header, which is known only at the end."""
+
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Tap:
+    """A named point of a model: module path, port, and which call within one pass.
+
+    >>> str(Tap("model.layers.3.mlp", "out")), Tap.parse("a.b:in0#2")
+    ('model.layers.3.mlp:out', Tap(module='a.b', port='in0', call=2))
+    """
+
+    module: str
+    """Module path; empty for the model itself."""
+    port: str
+    """``in0``, ``in.name``, ``out``, ``out.1``, ``out.logits``, ``param.weight``, ..."""
+    call: int = 0
+    """0 for the first call of the module within the pass."""
+
+    def __str__(self) -> str:
+        """``module:port``, with ``#call`` from the second call on."""
+        return f"{self.module}:{self.port}" + (f"#{self.call}" if self.call else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Tap:
+        """The tap that ``str`` wrote; TraceError without a port."""
+        module, colon, rest = text.partition(":")
+        port, _, call = rest.partition("#")
+        if not colon or not port or not (call or "0").isdigit():
+            raise TraceError(f"expected a tap module:port or module:port#call, got {text!r}")
+        return cls(module, port, int(call or 0))
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward pass, identified by the fingerprint of its inputs, never by its number."""
+
+    key: str
+    """Fingerprint of the inputs."""
+    kind: str
+    """``chained`` (free run), ``isolated`` (fed the reference's inputs), ..."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Captured tensors by tap, in firing order."""
+    strides: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Strides that the captured tensors had in the model."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """JSON facts about the pass."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """The passes of one run and where they come from."""
+
+    provenance: Provenance | None = None
+    passes: list[Pass] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """JSON facts about the run: modules, limits' inputs, ..."""
+
+    def select(self, kind: str) -> dict[str, Pass]:
+        """Passes of one kind by key; TraceError where two share a key."""
+        found: dict[str, Pass] = {}
+        for item in self.passes:
+            if item.kind == kind:
+                if item.key in found:
+                    raise TraceError(f"two {kind} passes have the same inputs ({item.key})")
+                found[item.key] = item
+        return found
+
+    def save(self, directory: Path | str) -> None:
+        """Write the trace to ``directory``, which must not hold one already."""
+        with TraceWriter(directory) as writer:
+            for item in self.passes:
+                writer.begin(item.key, item.kind)
+                for tap, tensor in item.tensors.items():
+                    writer.put(tap, tensor, item.strides.get(tap))
+                writer.end(item.meta)
+            writer.finish(self.provenance, self.facts)
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Trace:
+        """Read a trace; tensors are read from disk when they are asked for.
+
+        Raises:
+            TraceError: no manifest, another schema, or a shard that is missing or truncated.
+        """
+        root = Path(directory)
+        manifest = _read_manifest(root)
+        try:
+            passes = [_load_pass(root, entry) for entry in manifest["passes"]]
+            provenance = manifest["provenance"]
+            return cls(
+                provenance=None if provenance is None else _provenance(provenance),
+                passes=passes,
+                facts=manifest["facts"],
+            )
+        except (KeyError, TypeError) as error:
+            raise TraceError(f"{root / 'manifest.json'}: incomplete manifest: {error}") from error
+
+
+class Store(Protocol):
+    """Where a recording puts its passes: `TraceMemory` or `TraceWriter`."""
+
+    def begin(self, key: str, kind: str) -> None:
+        """Open a pass."""
+
+    def put(self, tap: str, tensor: Tensor, stride: tuple[int, ...] | None = None) -> None:
+        """Copy one tensor into the open pass."""
+
+    def end(self, meta: dict[str, Any] | None = None) -> None:
+        """Close the pass."""
+
+
+class TraceMemory:
+    """Keeps copies in memory.
+
+    A tensor that several taps see (the input of q, k and v; a norm's output that is the next
+    layer's input) is copied once, after a comparison of all its bits with the copy: an address
+    alone proves nothing, because kernels write in place. Each copy is sampled when it is taken
+    and again in `verify`, so that a copy which somebody rewrote is found.
+    """
+
+    SAMPLES = 64
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+        self._tensors: dict[str, Tensor] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
+        self._open: tuple[str, str] | None = None
+        self._copies: dict[tuple[Any, ...], Tensor] = {}
+        self._samples: list[tuple[str, Tensor, Tensor]] = []
+
+    def begin(self, key: str, kind: str) -> None:
+        """Open a pass; one that was left open (the model raised) is dropped."""
+        self._open = (key, kind)
+        self._tensors, self._strides, self._copies = {}, {}, {}
+
+    def put(self, tap: str, tensor: Tensor, stride: tuple[int, ...] | None = None) -> None:
+        """Copy ``tensor`` to the CPU, or share the equal copy that another tap has."""
+        source = tensor.detach()
+        place = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
+        copy = self._copies.get(place)
+        if copy is None or not torch.equal(bit_view(copy), bit_view(source)):
+            copy = torch.empty(source.shape, dtype=source.dtype).copy_(source)
+            self._copies[place] = copy
+            self._samples.append((tap, copy, self._sample(copy)))
+        self._tensors[tap] = copy
+        self._strides[tap] = tuple(tensor.stride()) if stride is None else stride
+
+    def end(self, meta: dict[str, Any] | None = None) -> None:
+        """Append the pass to the trace."""
+        if self._open is None:
+            raise TraceError("no pass is open")
+        key, kind = self._open
+        self.trace.passes.append(Pass(key, kind, self._tensors, self._strides, meta or {}))
+        self._open = None
+        self._copies = {}
+
+    def verify(self) -> tuple[str, ...]:
+        """Taps whose sampled bits are no longer those that were captured."""
+        return tuple(
+            tap
+            for tap, copy, sample in self._samples
+            if not torch.equal(self._sample(copy), sample)
+        )
+
+    def _sample(self, copy: Tensor) -> Tensor:
+        flat = bit_view(copy).view(-1)
+        return flat[:: max(1, flat.numel() // self.SAMPLES)].clone()
+
+
+class TraceWriter:
+    """Writes passes to a directory as their tensors arrive."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self.root = Path(directory)
+        if (self.root / "manifest.json").exists():
+            raise TraceError(f"{self.root} already holds a trace; give another directory")
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TraceError(f"cannot write a trace to {self.root}: {error}") from error
+        self._entries: list[dict[str, Any]] = []
+        self._shard: _ShardWriter | None = None
+        self._taps: list[dict[str, Any]] = []
+        self._open: tuple[str, str] | None = None
+
+    def __enter__(self) -> Self:
+        """The writer itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Remove what was left unfinished."""
+        if self._shard is not None:
+            self._shard.discard()
+
+    def begin(self, key: str, kind: str) -> None:
+        """Open the shard of a pass; one that was left open is removed."""
+        if self._shard is not None:
+            self._shard.discard()
+        self._shard = _ShardWriter(self.root / f"pass-{len(self._entries):04d}.safetensors")
+        self._taps = []
+        self._open = (key, kind)
+
+    def put(self, tap: str, tensor: Tensor, stride: tuple[int, ...] | None = None) -> None:
+        """Append one tensor to the shard."""
+        if self._shard is None:
+            raise TraceError("no pass is open")
+        self._shard.put(tap, tensor)
+        self._taps.append(
+            {"tap": tap, "stride": list(tensor.stride() if stride is None else stride)}
+        )
+
+    def end(self, meta: dict[str, Any] | None = None) -> None:
+        """Finish the shard."""
+        if self._shard is None or self._open is None:
+            raise TraceError("no pass is open")
+        self._shard.finish()
+        key, kind = self._open
+        self._entries.append(
+            {
+                "key": key,
+                "kind": kind,
+                "shard": self._shard.path.name,
+                "meta": meta or {},
+                "taps": self._taps,
+            }
+        )
+        self._shard = None
+
+    def finish(self, provenance: Provenance | None, facts: Mapping[str, Any]) -> None:
+        """Write the manifest: from here on the trace exists."""
+        body = {
+            "schema": SCHEMA,
+            "provenance": None if provenance is None else asdict(provenance),
+            "facts": dict(facts),
+            "passes": self._entries,
+        }
+        write_atomically(self.root / "manifest.json", json.dumps(body, indent=1) + "\n")
+
+
+class _ShardWriter:
+    """One safetensors file written front to back, its header last."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self._file: IO[bytes] = self._partial.open("wb", buffering=0)
+        self._file.seek(HEADER_RESERVE)
+        self._offset = 0
+        self._header: dict[str, Any] = {}
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Append the tensor's bytes; TraceError for a dtype that safetensors lacks."""
+        if tensor.dtype not in _SAFETENSORS_NAMES:
+            raise TraceError(f"{name}: safetensors cannot store {tensor.dtype}")
+        self._align(max(1, tensor.element_size()))
+        host = tensor.detach().cpu().contiguous()
+        data = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else b""
+        self._append(name, _SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), memoryview(data))
+
+    def _append(self, name: str, dtype: str, shape: list[int], data: memoryview) -> None:
+        stop = self._offset + data.nbytes
+        while data.nbytes:  # an unbuffered write may take only a part
+            data = data[self._file.write(data) :]
+        self._header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [self._offset, stop],
+        }
+        self._offset = stop
+
+    def _align(self, size: int) -> None:
+        """Fill up to a multiple of ``size`` with a named filler: the format allows no holes."""
+        missing = -self._offset % size
+        if missing:
+            filler = memoryview(bytes(missing))
+            self._append(f"__filler.{len(self._header)}", "U8", [missing], filler)
+
+    def finish(self) -> None:
+        """Write the header and rename into place."""
+        header = json.dumps(self._header, separators=(",", ":")).encode()
+        if 8 + len(header) > HEADER_RESERVE:
+            self._grow(-(-(8 + len(header)) // HEADER_RESERVE) * HEADER_RESERVE)
+        start = self._file.tell() - self._offset
+        self._file.seek(0)
+        self._file.write((start - 8).to_bytes(8, "little") + header.ljust(start - 8))
+        self._file.close()
+        self._partial.replace(self.path)
+
+    def _grow(self, reserve: int) -> None:
+        """Copy the data to behind a longer head (a pass with very many taps)."""
+        longer = self._partial.with_suffix(".longer")
+        with self._partial.open("rb") as source, longer.open("wb") as target:
+            source.seek(HEADER_RESERVE)
+            target.seek(reserve)
+            while block := source.read(1 << 24):
+                target.write(block)
+        self._file.close()
+        longer.replace(self._partial)
+        self._file = self._partial.open("r+b", buffering=0)
+        self._file.seek(0, os.SEEK_END)
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+class _LazyTensors(Mapping[str, Tensor]):
+    """The tensors of one shard, read when asked for."""
+
+    def __init__(self, path: Path, taps: Iterable[str]) -> None:
+        self._path = path
+        self._taps = tuple(taps)
+        with self._opened() as shard:
+            missing = sorted(set(self._taps) - set(shard.keys()))
+        if missing:
+            raise TraceError(f"{path}: the manifest names tensors that it lacks: {missing[:5]}")
+
+    def _opened(self) -> Any:  # noqa: ANN401 - safetensors ships no types
+        try:
+            return safe_open(str(self._path), framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise TraceError(f"{self._path}: missing, truncated or damaged: {error}") from error
+
+    def __getitem__(self, tap: str) -> Tensor:
+        if tap not in self._taps:
+            raise KeyError(tap)
+        with self._opened() as shard:
+            tensor: Tensor = shard.get_tensor(tap)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._taps)
+
+    def __len__(self) -> int:
+        return len(self._taps)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write ``text`` to a temporary name beside ``path`` and rename it into place."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
+def _read_manifest(root: Path) -> dict[str, Any]:
+    path = root / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TraceError(
+            f"{root}: no manifest.json: not a trace, or the capture did not finish"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise TraceError(f"{path}: unreadable: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        raise TraceError(f"{path}: expected a trace manifest of schema {SCHEMA}")
+    return manifest
+
+
+def _load_pass(root: Path, entry: dict[str, Any]) -> Pass:
+    name = entry["shard"]
+    if Path(name).name != name:
+        raise TraceError(f"{root / 'manifest.json'}: a shard must lie beside it, got {name!r}")
+    taps = [item["tap"] for item in entry["taps"]]
+    return Pass(
+        key=entry["key"],
+        kind=entry["kind"],
+        tensors=_LazyTensors(root / name, taps),
+        strides={item["tap"]: tuple(item["stride"]) for item in entry["taps"]},
+        meta=entry["meta"],
+    )
+
+
+def _provenance(fields: dict[str, Any]) -> Provenance:
+    return Provenance(**(fields | {"notes": tuple(fields.get("notes", ()))}))
+
+
+Visitor = Callable[[str, Tensor], None]
+"""Called with a port and the tensor found there."""
+
+
+def visit_tensors(value: object, port: str, visit: Visitor) -> None:
+    """Call ``visit`` for every tensor in nested tuples, lists, mappings and dataclasses.
+
+    Ports of nested places are joined by dots: ``out.1``, ``out.logits``,
+    ``in.position_embeddings.0``. Anything else is passed over.
+    """
+    if isinstance(value, Tensor):
+        visit(port, value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            visit_tensors(item, f"{port}.{key}", visit)
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            visit_tensors(item, f"{port}.{index}", visit)
+    elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        for name in value.__dataclass_fields__:
+            visit_tensors(getattr(value, name), f"{port}.{name}", visit)

@@ -1,0 +1,243 @@
+"""Number formats as values, and weights stored in them.
+
+A `Format` is data: a code table, a packing (an invertible index map from logical codes to
+stored bytes), the granularity of its scales and their convention. One algorithm serves all.
+Granularity, orientation and convention are always declared, never inferred from shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from reconcile.exceptions import FormatError
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Index map between logical codes [N, K] and the bytes that hold them.
+
+    With ``g = 8 // bits`` codes per byte along the packed dimension of length L and
+    U = ceil(L / g) bytes, logical index i lives in byte ``u`` and slot ``s``:
+    ``interleaved``: u = i // g, s = i % g; ``planar``: u = i % U, s = i // U. Slot s occupies
+    bits ``bits*s ...`` from the low end (``low_first``) or from the high end.
+    """
+
+    bits: int
+    """Bits per code; divides 8."""
+    dim: Literal[0, 1]
+    """Packed dimension: 0 = N (output rows), 1 = K (input columns)."""
+    arrangement: Literal["interleaved", "planar"]
+    """Whether neighbours share a byte, or codes that are U apart do."""
+    low_first: bool = True
+    """Whether slot 0 is in the least significant bits."""
+    pad: bool = False
+    """Whether a length that is no multiple of g is padded (else it is refused)."""
+
+    @property
+    def per_byte(self) -> int:
+        """Codes per byte."""
+        return 8 // self.bits
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """Shape of the byte tensor for logical ``shape``; FormatError for an odd tail."""
+        length = shape[self.dim]
+        if length % self.per_byte and not self.pad:
+            raise FormatError(
+                f"expected {'NK'[self.dim]} to be a multiple of {self.per_byte} (codes per "
+                f"byte), got {length} in a weight of shape {list(shape)}; pad the weight "
+                "before packing"
+            )
+        units = -(-length // self.per_byte)
+        return (units, shape[1]) if self.dim == 0 else (shape[0], units)
+
+    def _shifts(self) -> list[int]:
+        shifts = [self.bits * slot for slot in range(self.per_byte)]
+        return shifts if self.low_first else shifts[::-1]
+
+    def unpack(self, stored: Tensor, shape: Shape) -> Tensor:
+        """Bytes to logical codes, uint8 [N, K]. Padding beyond ``shape`` is dropped."""
+        mask = (1 << self.bits) - 1
+        slots = [(stored >> shift) & mask for shift in self._shifts()]
+        if self.arrangement == "planar":
+            codes = torch.cat(slots, dim=self.dim)
+        else:
+            codes = torch.stack(slots, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
+        return codes.narrow(self.dim, 0, shape[self.dim]).contiguous()
+
+    def pack(self, codes: Tensor, pad_code: int = 0) -> Tensor:
+        """Logical codes, uint8 [N, K], to bytes; the tail is filled with ``pad_code``."""
+        shape = (int(codes.shape[0]), int(codes.shape[1]))
+        units = self.stored_shape(shape)[self.dim]
+        missing = units * self.per_byte - shape[self.dim]
+        if missing:
+            tail = list(shape)
+            tail[self.dim] = missing
+            codes = torch.cat([codes, codes.new_full(tail, pad_code)], dim=self.dim)
+        if self.arrangement == "planar":
+            slots = list(codes.split(units, dim=self.dim))
+        else:
+            grouped = codes.unflatten(self.dim, (units, self.per_byte))
+            slots = list(grouped.unbind(self.dim + 1))
+        stored = torch.zeros_like(slots[0])
+        for slot, shift in zip(slots, self._shifts(), strict=True):
+            stored |= slot << shift
+        return stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A number format: value[n, k] = table[code[n, k]] (* or /) scale."""
+
+    name: str
+    """Registered name, e.g. ``ternary_k_interleaved``."""
+    table: tuple[float, ...]
+    """Value of each code; of an invalid code what the public decoder gives."""
+    invalid: frozenset[int] = frozenset()
+    """Codes that no encoder writes; a checkpoint that holds one is refused."""
+    packing: Packing
+    """How codes lie in bytes."""
+    granularity: Literal["tensor", "channel"]
+    """``tensor``: one scale [1]; ``channel``: one per output row [N]."""
+    scale_convention: Literal["multiply", "divide"] = "multiply"
+    """Whether the stored scale multiplies or divides the table's value."""
+    scale_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    """Dtypes in which the scale may be stored."""
+    reference: str
+    """The specification or file that defines the format."""
+
+    def scale_shape(self, shape: Shape) -> tuple[int, ...]:
+        """Shape of the scale tensor for a logical weight of ``shape``."""
+        return (1,) if self.granularity == "tensor" else (shape[0],)
+
+    def unpack(self, stored: Tensor, shape: Shape) -> Tensor:
+        """Stored bytes to codes, uint8 [N, K]; invalid codes pass through."""
+        return self.packing.unpack(stored, shape)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes, uint8 [N, K], to stored bytes."""
+        return self.packing.pack(codes)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Table values [N, K] to codes; FormatError names the first value without a code."""
+        codes = torch.full(values.shape, 255, dtype=torch.uint8)
+        for code, value in enumerate(self.table):
+            if code not in self.invalid:
+                codes[values == value] = code
+        _refuse(codes == 255, values, f"{self.name}: value without a code")
+        return codes
+
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Codes to table values, before the scale; invalid codes get the table's value."""
+        return torch.tensor(self.table, dtype=dtype, device=codes.device)[codes.long()]
+
+    def check_codes(self, codes: Tensor, name: str = "weight") -> None:
+        """FormatError that counts the invalid codes and names the first one's place."""
+        for code in sorted(self.invalid):
+            _refuse(codes == code, codes, f"{name}: invalid code in format {self.name}")
+
+
+def _refuse(bad: Tensor, values: Tensor, what: str) -> None:
+    """Raise FormatError for the first True of ``bad`` [N, K], with its place and the count."""
+    if not bool(bad.any()):
+        return
+    row, column = (int(i) for i in bad.nonzero()[0])
+    raise FormatError(
+        f"{what}: {values[row, column].item()} at [n={row}, k={column}], "
+        f"{int(bad.sum())} of {bad.numel()} in all"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """A linear's weight [N, K] as its checkpoint stores it."""
+
+    codes: Tensor
+    """Stored codes, packed as ``format.packing`` says (uint8)."""
+    scales: Tensor
+    """Scale tensor of shape ``format.scale_shape(shape)``, in its stored dtype."""
+    format: Format
+    """The declared number format."""
+    shape: Shape
+    """Logical shape (N, K) = (output features, input features)."""
+    name: str = ""
+    """Module path, informational, e.g. ``model.layers.0.mlp.down_proj``."""
+    bias: Tensor | None = None
+    """Bias [N] or None."""
+
+    @classmethod
+    def from_tensors(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        *,
+        format: Format,  # noqa: A002 - the public name of the field
+        shape: Shape,
+        name: str = "",
+        bias: Tensor | None = None,
+    ) -> QuantizedWeight:
+        """Check the declared format against dtypes, shapes and codes, then build.
+
+        Raises:
+            FormatError: with the declaration and what the tensors are.
+        """
+        where = name or "weight"
+        expected = format.packing.stored_shape(shape)
+        if codes.dtype != torch.uint8 or tuple(codes.shape) != expected:
+            raise FormatError(
+                f"{where}: format {format.name} of a weight {list(shape)} stores uint8 "
+                f"{list(expected)}; got {_describe(codes)}"
+            )
+        if scales.dtype not in format.scale_dtypes or tuple(scales.shape) != format.scale_shape(
+            shape
+        ):
+            raise FormatError(
+                f"{where}: format {format.name} has one scale per {format.granularity}, shape "
+                f"{list(format.scale_shape(shape))}, in one of "
+                f"{', '.join(map(_dtype_name, format.scale_dtypes))}; got {_describe(scales)}"
+            )
+        finite = torch.isfinite(scales)
+        if not bool(finite.all()):
+            raise FormatError(
+                f"{where}: {int((~finite).sum())} of {scales.numel()} scales are not finite"
+            )
+        if format.scale_convention == "divide" and bool((scales == 0).any()):
+            raise FormatError(f"{where}: a scale that divides is zero")
+        if bias is not None and tuple(bias.shape) != (shape[0],):
+            raise FormatError(f"{where}: expected a bias [{shape[0]}], got {_describe(bias)}")
+        weight = cls(codes=codes, scales=scales, format=format, shape=shape, name=name, bias=bias)
+        format.check_codes(weight.unpacked(), where)
+        return weight
+
+    def unpacked(self) -> Tensor:
+        """Logical codes, uint8 [N, K]."""
+        return self.format.unpack(self.codes, self.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Values [N, K]; exact in float64 where the scale multiplies.
+
+        Where it divides, the float64 quotient is correctly rounded. Another ``dtype`` is
+        reached by one rounding from float64.
+        """
+        values = self.format.decode(self.unpacked())
+        scales = self.scales.to(torch.float64)
+        scales = scales if self.format.granularity == "tensor" else scales[:, None]
+        scaled = values * scales if self.format.scale_convention == "multiply" else values / scales
+        return scaled.to(dtype)
+
+    def zero_share(self) -> float:
+        """Share of weights that decode to zero, in [0, 1]."""
+        return float((self.format.decode(self.unpacked()) == 0).double().mean())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{_dtype_name(tensor.dtype)} {list(tensor.shape)}"

@@ -1,0 +1,1 @@
+"""What is right: number formats, checkpoints, and reference models."""

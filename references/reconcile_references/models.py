@@ -1,0 +1,249 @@
+"""Transformers decoders over unpacked weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+
+from reconcile.exceptions import CheckpointError
+from reconcile.model import MakeLinear, Structure
+from reconcile.weight import QuantizedWeight
+from reconcile_references.checkpoint import (
+    Scheme,
+    checkpoint_hash,
+    names,
+    read_config,
+    read_scheme,
+    read_tensors,
+)
+from reconcile_references.precise import preserve_float64
+
+SCALE = "weight_scale"
+"""Name of the scale tensor beside ``weight``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersCheckpoint:
+    """A quantised causal language model; satisfies `reconcile.model.Checkpoint`."""
+
+    path: Path
+    sha256: str
+    dtype: str
+    weights: Mapping[str, QuantizedWeight]
+    dense: Mapping[str, Tensor]
+    """Every tensor that is not part of a quantised linear, by checkpoint name."""
+    structure: Structure
+    config: transformers.PreTrainedConfig
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return int(self.config.vocab_size)
+
+    def build(self, dtype: torch.dtype, make_linear: MakeLinear) -> nn.Module:
+        """The model in ``dtype``; dense tensors are converted from their stored dtype once.
+
+        Attention is transformers' ``eager`` implementation, so that the reference, the
+        baseline and the candidate run the same operations.
+        """
+        model = _empty_model(self.config, dtype)
+        for name, weight in self.weights.items():
+            model.set_submodule(name, make_linear(name, weight))
+        state = {name: tensor.to(dtype) for name, tensor in self.dense.items()}
+        model.load_state_dict(state, strict=False, assign=False)
+        model.tie_weights()
+        return model.eval().requires_grad_(False)
+
+    def precise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """For float64: the float32 islands of transformers' modules keep float64."""
+        return preserve_float64() if dtype == torch.float64 else nullcontext()
+
+    def tokens(self, prompt: str) -> list[int]:
+        """Token ids by the checkpoint's own tokenizer files."""
+        if not any(self.path.glob("tokenizer*")):
+            raise CheckpointError(
+                f"{self.path}: has no tokenizer; give the prompts as lists of token ids"
+            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            self.path, local_files_only=True, trust_remote_code=False
+        )
+        return list(tokenizer(prompt)["input_ids"])
+
+
+class TransformersModels:
+    """Model source for transformers checkpoints; satisfies `reconcile.model.ModelSource`."""
+
+    def load(self, path: Path) -> TransformersCheckpoint:
+        """Read and check a checkpoint.
+
+        Every linear that the architecture has and the config does not exclude must be there in
+        the declared format; every other parameter must be there dense; nothing may be left over.
+
+        Raises:
+            CheckpointError: names what is missing, unused or wrong.
+        """
+        body = read_config(path)
+        scheme = read_scheme(body, path)
+        config = _model_config(path)
+        skeleton = _skeleton(config)
+        tensors = read_tensors(path)
+        weights = _quantized(skeleton, scheme, tensors, path)
+        dense = {name: t for name, t in tensors.items() if name not in _consumed(weights, tensors)}
+        _check_dense(skeleton, weights, dense, path)
+        return TransformersCheckpoint(
+            path=path,
+            sha256=checkpoint_hash(path),
+            dtype=_dense_dtype(dense),
+            weights=weights,
+            dense=dense,
+            structure=_structure(skeleton),
+            config=config,
+        )
+
+
+def _model_config(path: Path) -> transformers.PreTrainedConfig:
+    """The architecture's config without its quantisation, which is ours to apply."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path / 'config.json'}: no model of this transformers: {error}"
+        ) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _skeleton(config: transformers.PreTrainedConfig) -> nn.Module:
+    """The model on the meta device: names and shapes without memory."""
+    with torch.device("meta"):
+        return _from_config(config, torch.float32)
+
+
+def _empty_model(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
+    with no_init_weights():
+        return _from_config(config, dtype)
+
+
+def _from_config(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
+    )
+    return model
+
+
+def _quantized(
+    skeleton: nn.Module, scheme: Scheme, tensors: Mapping[str, Tensor], path: Path
+) -> dict[str, QuantizedWeight]:
+    linears = {
+        name: module
+        for name, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear) and scheme.is_quantized(name)
+    }
+    wanted = [f"{name}.{part}" for name in linears for part in ("weight", SCALE)]
+    if missing := [name for name in wanted if name not in tensors]:
+        raise CheckpointError(
+            f"{path}: {names('missing tensors', missing)}; format {scheme.format.name} stores "
+            f"weight and {SCALE} for every linear outside modules_to_not_convert"
+        )
+    return {
+        name: QuantizedWeight.from_tensors(
+            tensors[f"{name}.weight"],
+            tensors[f"{name}.{SCALE}"],
+            format=scheme.format,
+            shape=(module.out_features, module.in_features),
+            name=name,
+            bias=tensors.get(f"{name}.bias") if module.bias is not None else None,
+        )
+        for name, module in linears.items()
+    }
+
+
+def _consumed(weights: Mapping[str, QuantizedWeight], tensors: Mapping[str, Tensor]) -> set[str]:
+    used = {f"{name}.{part}" for name in weights for part in ("weight", SCALE)}
+    used |= {f"{name}.bias" for name, weight in weights.items() if weight.bias is not None}
+    return used & set(tensors)
+
+
+def _check_dense(
+    skeleton: nn.Module,
+    weights: Mapping[str, QuantizedWeight],
+    dense: Mapping[str, Tensor],
+    path: Path,
+) -> None:
+    """Dense tensors must be exactly the model's other parameters, shape by shape."""
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in skeleton.state_dict().items()
+        if name.rpartition(".")[0] not in weights
+    }
+    biases = {
+        f"{name}.bias"
+        for name, weight in weights.items()
+        if weight.bias is None and f"{name}.bias" in skeleton.state_dict()
+    }
+    tied = set(_tied(skeleton)) - set(dense)
+    missing, unused = set(shapes) - set(dense) - tied | biases, set(dense) - set(shapes)
+    if missing or unused:
+        raise CheckpointError(
+            f"{path}: {names('missing tensors', missing)}; {names('unused tensors', unused)}"
+        )
+    wrong = [
+        f"{name} {list(tensor.shape)} instead of {list(shapes[name])}"
+        for name, tensor in dense.items()
+        if tuple(tensor.shape) != shapes[name]
+    ]
+    integers = [
+        f"{name} {tensor.dtype}" for name, tensor in dense.items() if not tensor.is_floating_point()
+    ]
+    if wrong or integers:
+        raise CheckpointError(
+            f"{path}: {names('wrong shapes', wrong)}; {names('not floating point', integers)}"
+        )
+
+
+def _tied(skeleton: nn.Module) -> list[str]:
+    """Parameters that the config ties to another one and that need not be stored."""
+    if not getattr(skeleton.config, "tie_word_embeddings", False):
+        return []
+    keys: Any = getattr(skeleton, "_tied_weights_keys", None) or []
+    return list(keys)
+
+
+def _dense_dtype(dense: Mapping[str, Tensor]) -> str:
+    """The dtype most dense elements have."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in dense.values():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
+
+
+def _structure(skeleton: nn.Module) -> Structure:
+    """Decoder layers are the longest ModuleList; the final norm is its sibling."""
+    lists = [(n, m) for n, m in skeleton.named_modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        return Structure(layers=(), norm=None, head=None)
+    path, layers = max(lists, key=lambda item: len(item[1]))
+    parent, _, _ = path.rpartition(".")
+    norms = [
+        name
+        for name, module in skeleton.get_submodule(parent).named_children()
+        if "norm" in type(module).__name__.lower()
+    ]
+    head = skeleton.get_output_embeddings() if hasattr(skeleton, "get_output_embeddings") else None
+    return Structure(
+        layers=tuple(f"{path}.{index}" for index in range(len(layers))),
+        norm=f"{parent}.{norms[-1]}".lstrip(".") if norms else None,
+        head=next((n for n, m in skeleton.named_modules() if m is head), None),
+    )

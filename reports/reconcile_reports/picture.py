@@ -1,0 +1,333 @@
+"""The error over depth and the utilisation per op, as SVG for an HTML page.
+
+matplotlib draws; `_for_page` then turns what it wrote into markup that a page with a strict
+Content-Security-Policy can hold: no style attributes, no namespaces, no metadata, and
+``currentColor`` for everything that is not a mark, so that it follows a light or dark page.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib.style
+from matplotlib.figure import Figure
+
+from reconcile.report import Level, Report, Verdict
+from reconcile_reports import summary
+from reconcile_reports.wording import cut, number, one_line, plural, real
+
+_INK = "#010203"
+"""Stands for the page's text colour."""
+_COLOURS = {Verdict.PASS: "#3a86c8", Verdict.INCONCLUSIVE: "#c98a12", Verdict.FAIL: "#d64550"}
+_MARKERS = {Verdict.PASS: "o", Verdict.INCONCLUSIVE: "s", Verdict.FAIL: "X"}
+_SIZES = {Verdict.PASS: 4.0, Verdict.INCONCLUSIVE: 6.5, Verdict.FAIL: 7.5}
+_SERIES = ("#3a86c8", "#8c6bb1", "#2f9e75", "#c2649a", "#7a7a7a")
+"""Colours of candidates."""
+_LOWEST = 1e-3
+"""Smallest utilisation that the picture tells apart."""
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "reconcile",
+    "font.size": 10.0,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "xtick.minor.visible": False,
+    "grid.linewidth": 0.5,
+    "grid.alpha": 0.22,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.fontsize": 9.0,
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK
+    ),
+    "grid.color": _INK,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing and what it shows, in words."""
+
+    svg: str
+    title: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One mark: a tap, its value, and the verdict of the row that gave it."""
+
+    tap: str
+    value: float
+    verdict: Verdict
+
+
+def depth_picture(report: Report) -> Picture | None:
+    """Error over depth and utilisation per op; None where the report has neither."""
+    chained, ops = _chained(report), _ops(report)
+    panels = [panel for panel in (chained, ops) if panel]
+    if not panels:
+        return None
+    words = [*_describe_chained(chained), *_describe_ops(ops), *_describe_edges(chained, ops)]
+    return Picture(_draw(chained, ops), "Error over depth", " ".join(words))
+
+
+def _chained(report: Report) -> dict[str, list[Point]]:
+    """By candidate, the largest nmse of each chained module output, in execution order."""
+    series: dict[str, dict[str, Point]] = {}
+    for row in report.rows:
+        value = real(row.stats.get("nmse"))
+        if row.level is Level.MODULE and row.check == "chained" and value is not None:
+            points = series.setdefault(row.kernel, {})
+            points[row.tap] = _larger(points.get(row.tap), Point(row.tap, value, row.verdict))
+    return {name: list(points.values()) for name, points in series.items()}
+
+
+def _ops(report: Report) -> list[Point]:
+    """The largest utilisation of each op, in execution order."""
+    points: dict[str, Point] = {}
+    for row in report.rows:
+        if row.level is Level.OP and row.utilisation is not None:
+            point = Point(row.tap, row.utilisation, row.verdict)
+            points[row.tap] = _larger(points.get(row.tap), point)
+    return list(points.values())
+
+
+def _larger(before: Point | None, point: Point) -> Point:
+    """The point with the larger value; NaN is larger than any number."""
+    if before is None or math.isnan(point.value):
+        return point
+    return point if point.value > before.value else before
+
+
+def _describe_chained(series: dict[str, list[Point]]) -> Iterator[str]:
+    for name, points in series.items():
+        last = points[-1]
+        worst = max(points, key=_order)
+        yield (
+            f"nmse of {plural(len(points), 'chained module output')}"
+            f"{f' of {one_line(name)}' if name else ''}: "
+            f"{number(points[0].value)} at {points[0].tap}, {number(last.value)} at {last.tap}, "
+            f"largest {number(worst.value)} at {worst.tap}."
+        )
+
+
+def _describe_ops(points: list[Point]) -> Iterator[str]:
+    if points:
+        worst = max(points, key=_order)
+        over = sum(not point.value <= 1.0 for point in points)
+        yield (
+            f"Utilisation of {plural(len(points), 'op')}: {over} over the limit, "
+            f"largest {number(worst.value)} at {worst.tap}."
+        )
+
+
+def _describe_edges(chained: dict[str, list[Point]], ops: list[Point]) -> Iterator[str]:
+    values = [point.value for points in (*chained.values(), ops) for point in points]
+    if 0.0 in values or any(point.value < _LOWEST for point in ops):
+        yield f"Zero, and utilisation below {_LOWEST:g}, is drawn at the foot of the axis."
+    if not all(map(math.isfinite, values)):
+        yield "NaN and infinity are drawn at the head of the axis."
+
+
+def _order(point: Point) -> float:
+    return math.inf if math.isnan(point.value) else point.value
+
+
+def _draw(chained: dict[str, list[Point]], ops: list[Point]) -> str:
+    count = bool(chained) + bool(ops)
+    with matplotlib.style.context(["default", _STYLE]):
+        figure = Figure(figsize=(9.0, 2.7 * count), layout="constrained")
+        axes = iter(figure.subplots(count, 1, squeeze=False)[:, 0])
+        if chained:
+            _draw_chained(next(axes), chained)
+        if ops:
+            _draw_ops(next(axes), ops)
+        return _for_page(_svg(figure))
+
+
+def _svg(figure: Figure) -> str:
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    return out.getvalue()
+
+
+def _draw_chained(axes: Any, series: dict[str, list[Point]]) -> None:  # noqa: ANN401
+    """One line per candidate; a failing output is marked by shape as well as by colour."""
+    taps = list(dict.fromkeys(point.tap for points in series.values() for point in points))
+    place = {tap: at for at, tap in enumerate(taps)}
+    values = [point.value for points in series.values() for point in points]
+    bottom, top = _range(values)
+    for at, (name, points) in enumerate(series.items()):
+        where = [place[point.tap] for point in points]
+        heights = [_clamped(point.value, bottom, top) for point in points]
+        colour = _SERIES[at % len(_SERIES)]
+        axes.plot(
+            where, heights, color=colour, label=_series_label(name, at, len(series)), marker="o"
+        )
+    _mark(axes, [(place[p.tap], p) for points in series.values() for p in points], bottom, top)
+    _logarithmic(axes, bottom, top)
+    axes.set_title("Error over depth: chained layer outputs")
+    axes.set_ylabel("nmse")
+    _layer_ticks(axes, taps)
+    _legend(axes)
+
+
+def _draw_ops(axes: Any, points: list[Point]) -> None:  # noqa: ANN401
+    """One mark per op; above the line at 1 is over the limit."""
+    _, top = _range([1.0, *(point.value for point in points)])
+    bottom = _LOWEST
+    placed = list(enumerate(points))
+    _mark(axes, placed, bottom, top, verdicts=tuple(Verdict))
+    axes.axhline(1.0, color=_INK, linewidth=0.9, linestyle=(0, (5, 3)), label="limit")
+    _logarithmic(axes, bottom, top)
+    axes.set_title("Utilisation per op: largest share of its limit, in execution order")
+    axes.set_ylabel("share of limit")
+    _layer_ticks(axes, [point.tap for point in points])
+    _legend(axes)
+
+
+def _mark(
+    axes: Any,  # noqa: ANN401
+    placed: list[tuple[int, Point]],
+    bottom: float,
+    top: float,
+    verdicts: Iterable[Verdict] = (Verdict.INCONCLUSIVE, Verdict.FAIL),
+) -> None:
+    """Points of each verdict in that verdict's colour and shape."""
+    for verdict in verdicts:
+        chosen = [(at, point) for at, point in placed if point.verdict is verdict]
+        if chosen:
+            axes.plot(
+                [at for at, _ in chosen],
+                [_clamped(point.value, bottom, top) for _, point in chosen],
+                color=_COLOURS[verdict],
+                label=verdict.value,
+                linestyle="none",
+                marker=_MARKERS[verdict],
+                markersize=_SIZES[verdict],
+                markeredgewidth=0,
+                zorder=3,
+                clip_on=False,
+            )
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    """Whole decades that hold every positive finite value."""
+    finite = [value for value in values if 0 < value < math.inf]
+    if not finite:
+        return 1e-1, 1e1
+    low = max(math.floor(math.log10(min(finite))), -300)
+    high = min(math.ceil(math.log10(max(finite))), 300)
+    return 10.0 ** (low - 1), 10.0 ** max(high, low + 1)
+
+
+def _clamped(value: float, bottom: float, top: float) -> float:
+    """``value`` inside the axis: zero at its foot, NaN and infinity at its head."""
+    return top if math.isnan(value) else min(max(value, bottom), top)
+
+
+def _logarithmic(axes: Any, bottom: float, top: float) -> None:  # noqa: ANN401
+    axes.set_yscale("log")
+    axes.set_ylim(bottom, top * 1.3)
+    axes.minorticks_off()
+    step = max(1, math.ceil(math.log10(top / bottom) / 6))
+    first, last = round(math.log10(bottom)), round(math.log10(top))
+    decades = list(range(first, last + 1, step))
+    axes.set_yticks([10.0**decade for decade in decades], [_decade(decade) for decade in decades])
+    axes.grid(axis="y")
+
+
+def _decade(exponent: int) -> str:
+    return f"{10.0**exponent:g}"
+
+
+def _layer_ticks(axes: Any, taps: list[str]) -> None:  # noqa: ANN401
+    """Ticks where a layer begins, at most about sixteen."""
+    marks = summary.layer_marks(taps)
+    marks = marks[:: max(1, math.ceil(len(marks) / 16))]
+    axes.set_xticks([at for at, _ in marks], [cut(number, 6) for _, number in marks])
+    axes.set_xlabel("layer" if marks else "execution order")
+    axes.set_xlim(-0.6, len(taps) - 0.4)
+
+
+def _legend(axes: Any) -> None:  # noqa: ANN401
+    handles, names = axes.get_legend_handles_labels()
+    if handles and any(names):
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=min(len(names), 3), borderpad=0
+        )
+
+
+def _series_label(name: str, at: int, count: int) -> str:
+    """Names of the first candidates, then one entry for the rest, then none."""
+    last = len(_SERIES) - 1
+    if at == last and count > len(_SERIES):
+        return f"and {count - last} more"
+    return _label(name) if at <= last else ""
+
+
+def _label(name: str) -> str:
+    """A candidate's name for the legend; matplotlib takes ``_`` at the start for "no entry"."""
+    return cut(_ascii(one_line(name)), 30).lstrip("_").replace("$", r"\$")
+
+
+def _ascii(text: str) -> str:
+    """``text`` in characters that every font has."""
+    return text.encode("ascii", "backslashreplace").decode("ascii")
+
+
+def _for_page(svg: str) -> str:
+    """What matplotlib wrote, as markup inside an HTML page."""
+    root = ET.fromstring(svg)
+    drawing = {"viewBox": root.attrib["viewBox"], "aria-hidden": "true", "focusable": "false"}
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if _local(child.tag) in {"style", "metadata"}:
+                parent.remove(child)
+    for element in root.iter():
+        _plain(element)
+    root.attrib.clear()
+    root.attrib.update(drawing)
+    return ET.tostring(root, encoding="unicode").replace(_INK, "currentColor")
+
+
+def _plain(element: ET.Element) -> None:
+    """Tag and attributes without namespaces; each style declaration becomes an attribute."""
+    element.tag = _local(element.tag)
+    attributes = {_local(name): value for name, value in element.attrib.items()}
+    attributes |= dict(_declarations(attributes.pop("style", "")))
+    unused = {"font-family", "id"} if element.tag == "g" else {"font-family"}
+    element.attrib.clear()
+    element.attrib.update({k: v for k, v in attributes.items() if k not in unused})
+
+
+def _local(name: object) -> str:
+    return re.sub(r"^\{.*\}", "", str(name))
+
+
+def _declarations(style: str) -> Iterator[tuple[str, str]]:
+    """The declarations of a style attribute; ``font`` gives its size, the family is the page's.
+
+    >>> list(_declarations("font: 10px 'DejaVu Sans', sans-serif; text-anchor: middle"))
+    [('font-size', '10'), ('text-anchor', 'middle')]
+    """
+    for declaration in filter(None, (part.strip() for part in style.split(";"))):
+        name, value = (part.strip() for part in declaration.split(":", 1))
+        size = re.match(r"(?:\S+ )*?([\d.]+)px", value) if name == "font" else None
+        if size:
+            yield "font-size", size.group(1)
+        elif name != "font":
+            yield name, value
