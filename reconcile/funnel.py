@@ -29,7 +29,7 @@ from reconcile.limits import (
     tolerance_share,
     utilisation,
 )
-from reconcile.metrics import ErrorStats, error_stats
+from reconcile.metrics import ErrorStats, error_stats, worst_elements
 from reconcile.model_metrics import TOP, model_stats
 from reconcile.plan import PlanRecord, record_from_facts
 from reconcile.report import Coverage, Level, Limits, Reason, Row, Verdict
@@ -249,7 +249,7 @@ def _judge_op(
 ) -> Finding:
     """Statistics of [M, N] against the a-priori bound, or what stands in for it."""
     stats = error_stats(candidate, y)
-    if (early := _nonfinite(stats)) is not None:
+    if (early := _nonfinite(stats, candidate, y)) is not None:
         return early
     if (tolerance := _tolerance(sides, tap)) is not None:
         return _judge_fixed(stats, tolerance, candidate, y)
@@ -258,7 +258,7 @@ def _judge_op(
         if baseline is None:
             raise TraceError(f"{tap}: the reference's trace has no baseline for it")
         limits = baseline_limits(baseline, sides.record.dtype, "for the same input")
-        return _judge(stats, stats.as_dict(), limits)
+        return _judge(stats, stats.as_dict(), limits, candidate, y)
     return _judge_bound(stats, contract.at(candidate.shape[0]), candidate, y, magnitude, k, sides)
 
 
@@ -283,7 +283,8 @@ def _judge_bound(
     finding = Finding(body, limits, used.value)
     if not used.value <= 1:
         text = f"{used.over} of {stats.n} elements outside the bound; {_worst(stats)}"
-        return replace(finding, reason=Reason.OVER_LIMIT, text=text)
+        body = body | {"worst_elements": worst_elements(candidate, wide)}
+        return replace(finding, stats=body, reason=Reason.OVER_LIMIT, text=text)
     if used.vacuous or stats.reference_constant:
         return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
     return finding
@@ -346,7 +347,7 @@ def _judge_pair(sides: Sides, tap: str, c: Pass, r: Pass, what: str) -> Finding:
         text = f"expected {list(reference.shape)}, got {list(candidate.shape)}"
         return Finding({}, reason=Reason.SHAPE, text=text)
     stats = error_stats(candidate, reference)
-    if (early := _nonfinite(stats)) is not None:
+    if (early := _nonfinite(stats, candidate, reference)) is not None:
         return early
     if (tolerance := _tolerance(sides, tap)) is not None:
         return _judge_fixed(stats, tolerance, candidate, reference)
@@ -355,7 +356,7 @@ def _judge_pair(sides: Sides, tap: str, c: Pass, r: Pass, what: str) -> Finding:
         text = "the reference's trace has no baseline for it"
         return Finding(stats.as_dict(), reason=Reason.NOT_COMPARED, text=text)
     limits = baseline_limits(baseline, sides.record.dtype, what)
-    return _judge(stats, stats.as_dict(), limits)
+    return _judge(stats, stats.as_dict(), limits, candidate, reference)
 
 
 # --------------------------------------------------------------------------- model
@@ -447,21 +448,25 @@ def _judge_fixed(
 ) -> Finding:
     share = tolerance_share(candidate, reference, tolerance.atol, tolerance.rtol)
     limits = fixed_limits(tolerance.atol, tolerance.rtol, tolerance.source)
-    return _judge(stats, stats.as_dict() | {"tolerance_share": share}, limits)
+    body = stats.as_dict() | {"tolerance_share": share}
+    return _judge(stats, body, limits, candidate, reference)
 
 
-def _judge(stats: ErrorStats, body: dict[str, Any], limits: Limits) -> Finding:
+def _judge(
+    stats: ErrorStats, body: dict[str, Any], limits: Limits, candidate: Tensor, reference: Tensor
+) -> Finding:
     share, name = share_of_limits(body, limits)
     finding = Finding(body, limits, share)
     if not share <= 1:
         text = f"{name} {body[name]:.3g} exceeds {limits.bounds[name]:.3g}; {_worst(stats)}"
-        return replace(finding, reason=Reason.OVER_LIMIT, text=text)
+        body = body | {"worst_elements": worst_elements(candidate, reference)}
+        return replace(finding, stats=body, reason=Reason.OVER_LIMIT, text=text)
     if stats.reference_constant or accepts_zeros(stats, limits):
         return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
     return finding
 
 
-def _nonfinite(stats: ErrorStats) -> Finding | None:
+def _nonfinite(stats: ErrorStats, candidate: Tensor, reference: Tensor) -> Finding | None:
     """A verdict where not everything is finite, before any number."""
     body = stats.as_dict()
     if stats.nonfinite_mismatch:
@@ -471,6 +476,7 @@ def _nonfinite(stats: ErrorStats) -> Finding | None:
             f"{stats.inf_candidate} inf; reference {stats.nan_reference} NaN, "
             f"{stats.inf_reference} inf"
         )
+        body |= {"worst_elements": worst_elements(candidate, reference)}
         return Finding(body, reason=Reason.NONFINITE, text=text)
     if stats.nan_reference:
         text = f"the reference has {stats.nan_reference} NaN of {stats.n} elements"

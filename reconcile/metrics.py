@@ -282,6 +282,22 @@ def _ratio(error: Tensor, power: Tensor) -> Tensor:
     return torch.where(power > 0, error / power, torch.where(error > 0, torch.inf, 0.0))
 
 
+def worst_elements(candidate: Tensor, reference: Tensor, count: int = 10) -> list[list[Any]]:
+    """The elements with the largest |c - r|, NaN first: [index, c, r, c - r] each."""
+    c, r = candidate.to(torch.float64), reference.to(torch.float64)
+    error = torch.where((c == r) | (c.isnan() & r.isnan()), 0.0, c - r)
+    size = torch.where(error.isnan(), torch.inf, error.abs()).flatten()
+    places = size.topk(min(count, size.numel())).indices
+    return [
+        [
+            list(_index(int(place), tuple(c.shape)) or ()),
+            *(float(side.flatten()[place]) for side in (c, r, error)),
+        ]
+        for place in places
+        if size[place] > 0
+    ]
+
+
 def _listed(value: Any) -> Any:  # noqa: ANN401
     return [_listed(item) for item in value] if isinstance(value, tuple) else value
 

@@ -1,0 +1,79 @@
+"""One tap of a report in words: verdicts, why this limit, and the worst elements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reconcile.exceptions import TapError, nearest
+from reconcile.report import Report, Row, Verdict, describe
+
+
+def explain(report: Report, tap: str) -> str:
+    """All rows of a tap, those that are not PASS in full, then the tightest PASS.
+
+    Args:
+        report: a run.
+        tap: ``module:port``, or a module path that stands for all of its ports.
+
+    Raises:
+        TapError: the report has no such tap; names the nearest.
+    """
+    rows = [row for row in report.rows if tap in (row.tap, row.tap.partition(":")[0])]
+    if not rows:
+        known = {row.tap for row in report.rows}
+        raise TapError(f"the report has no tap {tap!r}: {_few(nearest(tap, known))}")
+    bad = [row for row in rows if row.verdict is not Verdict.PASS]
+    good = [row for row in rows if row.verdict is Verdict.PASS]
+    lines = [f"{tap}: {len(rows)} rows, {len(bad)} of them not PASS"]
+    for row in bad:
+        lines += ["", *_full(row)]
+    if good:
+        tightest = max(good, key=lambda row: row.utilisation or 0.0)
+        lines += ["", "closest PASS:", *_full(tightest)]
+    return "\n".join(lines)
+
+
+def _full(row: Row) -> list[str]:
+    lines = [describe(row), f"  pass {row.pass_}, {_where(row)}"]
+    if row.limits is not None:
+        bounds = ", ".join(f"{k} <= {v:.4g}" for k, v in row.limits.bounds.items())
+        lines.append(f"  limit ({row.limits.kind}): {bounds}")
+        lines.append(f"  why: {row.limits.source}")
+    if row.utilisation is not None:
+        lines.append(f"  utilisation {row.utilisation:.4g} (1 is the limit)")
+    numbers = [
+        f"{name} {row.stats[name]:.4g}"
+        for name in ("max_abs", "nmse", "worst_row_nmse", "max_ulp", "bias", "reference_amax")
+        if isinstance(row.stats.get(name), int | float)
+    ]
+    if numbers:
+        lines.append(f"  {', '.join(numbers)}")
+    lines += _worst(row.stats)
+    return lines
+
+
+def _where(row: Row) -> str:
+    if not row.engine:
+        return f"{row.kernel}, no engine"
+    return f"{row.kernel} on {row.engine} ({row.implementation}, {row.execution}, {row.fidelity})"
+
+
+def _worst(stats: dict[str, Any]) -> list[str]:
+    elements: Sequence[Sequence[Any]] = stats.get("worst_elements", ())
+    lines = []
+    if elements:
+        lines.append("  worst elements: index, candidate, reference, candidate - reference")
+        lines += [
+            f"    {index!s:<14} {candidate:>14.7g} {reference:>14.7g} {error:>12.4g}"
+            for index, candidate, reference, error in elements
+        ]
+    for name, what in (("worst_rows", "nmse"), ("worst_columns", "max |c - r|")):
+        if stats.get(name):
+            listed = ", ".join(f"{place}: {value:.3g}" for place, value in stats[name])
+            lines.append(f"  {name.replace('_', ' ')} ({what}): {listed}")
+    return lines
+
+
+def _few(hint: str, limit: int = 300) -> str:
+    return hint if len(hint) <= limit else f"{hint[:limit]} ..."
