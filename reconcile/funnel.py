@@ -19,7 +19,7 @@ from reconcile.case import Tolerance
 from reconcile.contract import Contract
 from reconcile.exceptions import ConfigError, TraceError
 from reconcile.limits import (
-    BASELINE_NMSE,
+    BASELINE_FACTORS,
     accepts_zeros,
     baseline_limits,
     bound_limits,
@@ -37,6 +37,8 @@ from reconcile.trace import Pass, Tap, Trace
 
 NO_OUTPUT = (Reason.NOT_RUN, Reason.RAISED, Reason.SHAPE, Reason.DTYPE)
 """Reasons that come without anything to compare."""
+TENSOR_STATS = ("max_abs", "nmse", "worst_row_nmse")
+"""Statistics that a baseline limit gates."""
 GROWTH_FACTOR = 2.0
 """A chained error may grow this many times what the reference's own sensitivity explains."""
 
@@ -176,7 +178,7 @@ def _isolated_op(sides: Sides, module: str, key: str, c: Pass, r: Pass, port: st
             sides, Level.OP, tap, "isolated", key, Finding({}, reason=reason, text=text), shape
         )
     finding = _judge_op(
-        sides, out, _last_axis(c.tensors[name]), y, magnitude, k, r.meta.get("ops", {}).get(out)
+        sides, out, _last_axis(c.tensors[name]), y, magnitude, k, _pooled(sides, "ops", out)
     )
     finding = _with_event(sides, finding, event, shape[0])
     return _row(sides, Level.OP, tap, "isolated", key, finding, shape)
@@ -215,11 +217,8 @@ def _chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
         return _row(
             sides, level, tap, check, key, Finding({}, reason=Reason.BLOCKED, text=text), shape
         )
-    baseline = (
-        sides.isolated[key][1].meta.get("ops", {}).get(out) if key in sides.isolated else None
-    )
     magnitude = _last_axis(c.tensors[str(Tap(module, "ref.abs"))])
-    finding = _judge_op(sides, out, candidate, y, magnitude, shape[2], baseline)
+    finding = _judge_op(sides, out, candidate, y, magnitude, shape[2], _pooled(sides, "ops", out))
     accumulated, propagated = error_stats(candidate, free), error_stats(y, free)
     closed = bool(c.meta.get("closure", {}).get(out, False))
     stats = finding.stats | {
@@ -257,7 +256,10 @@ def _judge_op(
     if contract is None:
         if baseline is None:
             raise TraceError(f"{tap}: the reference's trace has no baseline for it")
-        limits = baseline_limits(baseline, sides.record.dtype, "for the same input")
+        names = TENSOR_STATS if candidate.shape[0] > 1 else ("max_abs", "worst_row_nmse")
+        limits = baseline_limits(
+            baseline, names, sides.record.dtype, "alone, largest of all prompts"
+        )
         return _judge(stats, stats.as_dict(), limits, candidate, y)
     return _judge_bound(stats, contract.at(candidate.shape[0]), candidate, y, magnitude, k, sides)
 
@@ -311,7 +313,7 @@ def _isolated_part(
     if tap not in c.tensors:
         finding = _ended(c) if "failure" in c.meta else _absent()
     else:
-        finding = _judge_pair(sides, tap, c, r, "on the reference's inputs")
+        finding = _judge_pair(sides, tap, c, r, "on the reference's inputs, largest of all prompts")
     return _row(sides, Level.MODULE, where, "isolated", key, _blocked(finding, inside))
 
 
@@ -335,7 +337,7 @@ def _chained_part(
     elif tap not in c.tensors or tap not in r.tensors:
         finding = _absent()
     else:
-        finding = _judge_pair(sides, tap, c, r, "in the same free run")
+        finding = _judge_pair(sides, tap, c, r, "in free runs, largest of all prompts")
     where = Tap.parse(tap)
     return _row(sides, Level.MODULE, where, "chained", key, _blocked(finding, sorted(failed)))
 
@@ -351,11 +353,11 @@ def _judge_pair(sides: Sides, tap: str, c: Pass, r: Pass, what: str) -> Finding:
         return early
     if (tolerance := _tolerance(sides, tap)) is not None:
         return _judge_fixed(stats, tolerance, candidate, reference)
-    baseline = r.meta.get("baseline", {}).get(tap)
+    baseline = _pooled(sides, r.kind, tap)
     if baseline is None:
         text = "the reference's trace has no baseline for it"
         return Finding(stats.as_dict(), reason=Reason.NOT_COMPARED, text=text)
-    limits = baseline_limits(baseline, sides.record.dtype, what)
+    limits = baseline_limits(baseline, TENSOR_STATS, sides.record.dtype, what)
     return _judge(stats, stats.as_dict(), limits, candidate, reference)
 
 
@@ -378,11 +380,14 @@ def _model_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
 
 def _judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str, Tap, Finding]]:
     where = Tap.parse(tap)
-    yield "logits", where, _judge_pair(sides, tap, c, r, "in the same free run")
+    yield "logits", where, _judge_pair(sides, tap, c, r, "in free runs, largest of all prompts")
     tokens = _token_ids(r)
     numbers = model_stats(c.tensors[tap], r.tensors[tap], tokens)
-    plain = r.meta["model"]
-    slack = 2 * baseline_limits(r.meta["baseline"][tap], sides.record.dtype, "-").bounds["max_abs"]
+    plain = _largest([ref.meta["model"] for _, ref in sides.chained.values()])
+    logits = _pooled(sides, "chained", tap)
+    if plain is None or logits is None:
+        raise TraceError(f"{tap}: the reference's trace has no baseline for it")
+    slack = 2 * BASELINE_FACTORS["max_abs"] * logits["max_abs"]
     ranks = Limits(
         kind="baseline",
         source=(
@@ -392,10 +397,11 @@ def _judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str
         bounds={"top10_set_gap": slack, "top10_order_gap": slack},
     )
     yield "top10", where, _judge_numbers(numbers, ranks)
-    divergence = Limits(
-        kind="baseline",
-        source=f"{BASELINE_NMSE:g}x KL(reference || plain torch in {sides.record.dtype})",
-        bounds={name: BASELINE_NMSE * plain[name] for name in ("kl_mean", "kl_max")},
+    divergence = baseline_limits(
+        plain,
+        ("kl_mean", "kl_max"),
+        sides.record.dtype,
+        "KL(reference || it), largest of all prompts",
     )
     yield "kl", where, _judge_numbers(numbers, divergence)
     if sides.record.layers:
@@ -408,12 +414,11 @@ def _growth(sides: Sides, c: Pass, r: Pass) -> tuple[str, Tap, Finding]:
     A layer may pass on what it got times its own gain for a random error, plus what plain torch
     adds on exact inputs, times `GROWTH_FACTOR`.
     """
-    isolated = next(ref for key, (_, ref) in sides.isolated.items() if key == r.key)
     before, shares, curve = 0.0, {}, []
     for layer in sides.record.layers:
         tap = output_tap(layer, r)
         error = error_stats(c.tensors[tap], r.tensors[tap]).rmse
-        own = isolated.meta["baseline"][tap]["rmse"]
+        own = (_pooled(sides, "isolated", tap) or {"rmse": 0.0})["rmse"]
         allowed = GROWTH_FACTOR * (r.meta["gains"][layer] * before + own)
         shares[tap] = error / allowed if allowed > 0 else (0.0 if error == 0 else float("inf"))
         curve.append(error)
@@ -507,6 +512,23 @@ def _ended(c: Pass) -> Finding:
     reason = Reason.NOT_RUN if failure["reason"] == Reason.NOT_RUN else Reason.BLOCKED
     text = f"the pass ended at {failure['module']}: {failure['text']}"
     return Finding({}, reason=reason, text=text)
+
+
+def _pooled(sides: Sides, kind: str, tap: str) -> dict[str, float] | None:
+    """The largest of each statistic of plain torch over all prompts, or None.
+
+    ``kind``: ``isolated`` (parts), ``chained``, or ``ops`` (single ops, isolated).
+    """
+    pairs = sides.chained if kind == "chained" else sides.isolated
+    table = "ops" if kind == "ops" else "baseline"
+    found = [r.meta.get(table, {}).get(tap) for _, r in pairs.values()]
+    return _largest([stats for stats in found if stats is not None])
+
+
+def _largest(tables: list[dict[str, float]]) -> dict[str, float] | None:
+    if not tables:
+        return None
+    return {name: max(table[name] for table in tables) for name in tables[0]}
 
 
 def _blocked(finding: Finding, causes: list[str]) -> Finding:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from reconcile.contract import DTYPES
 from reconcile.exceptions import FormatError
 
 Shape = tuple[int, int]
@@ -37,7 +38,12 @@ class Packing:
     low_first: bool = True
     """Whether slot 0 is in the least significant bits."""
     pad: bool = False
-    """Whether a length that is no multiple of g is padded (else it is refused)."""
+    """Whether a length that is no multiple of g is padded with code 0 (else it is refused)."""
+
+    def __post_init__(self) -> None:
+        """Reject a code that does not fill bytes."""
+        if self.bits not in (1, 2, 4, 8):
+            raise ValueError(f"packing.bits: expected 1, 2, 4 or 8, got {self.bits}")
 
     @property
     def per_byte(self) -> int:
@@ -62,6 +68,12 @@ class Packing:
 
     def unpack(self, stored: Tensor, shape: Shape) -> Tensor:
         """Bytes to logical codes, uint8 [N, K]. Padding beyond ``shape`` is dropped."""
+        expected = self.stored_shape(shape)
+        if stored.dtype != torch.uint8 or tuple(stored.shape) != expected:
+            raise FormatError(
+                f"expected uint8 {list(expected)} for a weight of shape {list(shape)}, got "
+                f"{_describe(stored)}"
+            )
         mask = (1 << self.bits) - 1
         slots = [(stored >> shift) & mask for shift in self._shifts()]
         if self.arrangement == "planar":
@@ -70,15 +82,18 @@ class Packing:
             codes = torch.stack(slots, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
         return codes.narrow(self.dim, 0, shape[self.dim]).contiguous()
 
-    def pack(self, codes: Tensor, pad_code: int = 0) -> Tensor:
-        """Logical codes, uint8 [N, K], to bytes; the tail is filled with ``pad_code``."""
+    def pack(self, codes: Tensor) -> Tensor:
+        """Logical codes, uint8 [N, K], to bytes; FormatError for a code of too many bits."""
+        if codes.dtype != torch.uint8 or codes.dim() != 2:
+            raise FormatError(f"expected codes as uint8 [N, K], got {_describe(codes)}")
+        _refuse(codes >> self.bits != 0, codes, f"a code of more than {self.bits} bits")
         shape = (int(codes.shape[0]), int(codes.shape[1]))
         units = self.stored_shape(shape)[self.dim]
         missing = units * self.per_byte - shape[self.dim]
         if missing:
             tail = list(shape)
             tail[self.dim] = missing
-            codes = torch.cat([codes, codes.new_full(tail, pad_code)], dim=self.dim)
+            codes = torch.cat([codes, codes.new_zeros(tail)], dim=self.dim)
         if self.arrangement == "planar":
             slots = list(codes.split(units, dim=self.dim))
         else:
@@ -111,6 +126,14 @@ class Format:
     reference: str
     """The specification or file that defines the format."""
 
+    def __post_init__(self) -> None:
+        """Reject a table that does not give every code a value."""
+        if len(self.table) != 1 << self.packing.bits:
+            raise ValueError(
+                f"{self.name}: expected a table of {1 << self.packing.bits} values for codes of "
+                f"{self.packing.bits} bits, got {len(self.table)}"
+            )
+
     def scale_shape(self, shape: Shape) -> tuple[int, ...]:
         """Shape of the scale tensor for a logical weight of ``shape``."""
         return (1,) if self.granularity == "tensor" else (shape[0],)
@@ -125,11 +148,15 @@ class Format:
 
     def encode(self, values: Tensor) -> Tensor:
         """Table values [N, K] to codes; FormatError names the first value without a code."""
-        codes = torch.full(values.shape, 255, dtype=torch.uint8)
+        if values.dim() != 2:
+            raise FormatError(f"{self.name}: expected values [N, K], got {_describe(values)}")
+        codes = torch.zeros_like(values, dtype=torch.uint8)
+        known = torch.zeros_like(values, dtype=torch.bool)
         for code, value in enumerate(self.table):
             if code not in self.invalid:
                 codes[values == value] = code
-        _refuse(codes == 255, values, f"{self.name}: value without a code")
+                known |= values == value
+        _refuse(~known, values, f"{self.name}: value without a code")
         return codes
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -187,11 +214,18 @@ class QuantizedWeight:
             FormatError: with the declaration and what the tensors are.
         """
         where = name or "weight"
+        if min(shape) < 1:
+            raise FormatError(f"{where}: expected a weight of at least 1 x 1, got {list(shape)}")
         expected = format.packing.stored_shape(shape)
         if codes.dtype != torch.uint8 or tuple(codes.shape) != expected:
             raise FormatError(
                 f"{where}: format {format.name} of a weight {list(shape)} stores uint8 "
                 f"{list(expected)}; got {_describe(codes)}"
+            )
+        if not codes.is_contiguous():
+            raise FormatError(
+                f"{where}: expected contiguous bytes, got strides {list(codes.stride())}, as of a "
+                "transposed view"
             )
         if scales.dtype not in format.scale_dtypes or tuple(scales.shape) != format.scale_shape(
             shape
@@ -208,10 +242,21 @@ class QuantizedWeight:
             )
         if format.scale_convention == "divide" and bool((scales == 0).any()):
             raise FormatError(f"{where}: a scale that divides is zero")
-        if bias is not None and tuple(bias.shape) != (shape[0],):
-            raise FormatError(f"{where}: expected a bias [{shape[0]}], got {_describe(bias)}")
+        if bias is not None and (
+            tuple(bias.shape) != (shape[0],) or bias.dtype not in DTYPES.values()
+        ):
+            raise FormatError(
+                f"{where}: expected a bias [{shape[0]}] in one of {', '.join(DTYPES)}; got "
+                f"{_describe(bias)}"
+            )
         weight = cls(codes=codes, scales=scales, format=format, shape=shape, name=name, bias=bias)
-        format.check_codes(weight.unpacked(), where)
+        unpacked = weight.unpacked()
+        format.check_codes(unpacked, where)
+        if format.packing.pad and not torch.equal(format.pack(unpacked), codes):
+            raise FormatError(
+                f"{where}: the padding beyond {list(shape)} holds codes other than 0, so the "
+                "weight is larger than declared"
+            )
         return weight
 
     def unpacked(self) -> Tensor:

@@ -26,15 +26,19 @@ class Scheme:
     """The declared quantisation of a checkpoint."""
 
     format: Format
-    ignored: tuple[str, ...]
-    """Modules that stay dense (``modules_to_not_convert``)."""
+    ignored: tuple[str, ...] | None
+    """Modules that stay dense (``modules_to_not_convert``); None: the output head alone."""
+    scales_bias: bool = False
+    """Whether the scale multiplies the bias also (`AutoBitLinear`)."""
 
-    def is_quantized(self, module: str) -> bool:
+    def is_quantized(self, module: str, head: str | None) -> bool:
         """Whether the linear at this path is stored in the format.
 
         An entry of ``ignored`` names a module by its whole path, by its last components, or a
-        parent of it.
+        parent of it. ``head`` is the path of the output head.
         """
+        if self.ignored is None:
+            return module != head
         return not any(
             module == entry or module.startswith(f"{entry}.") or module.endswith(f".{entry}")
             for entry in self.ignored
@@ -55,18 +59,25 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         CheckpointError: no safetensors, a shard that is missing or truncated, or an index that
             does not list exactly what its shards hold.
     """
-    index = path / INDEX
+    index, single = path / INDEX, path / SINGLE
     if not index.exists():
-        return _read_shards(path, [SINGLE])
+        return _read_safetensors(single)
+    if single.exists():
+        raise CheckpointError(f"{path}: expected {SINGLE} or {INDEX}, found both; remove one")
     listed = _read_json(index).get("weight_map")
-    if not isinstance(listed, dict):
+    if not isinstance(listed, dict) or not all(isinstance(v, str) for v in listed.values()):
         raise CheckpointError(f"{index}: expected a weight_map of tensor name to shard file")
-    tensors = _read_shards(path, sorted(set(listed.values())))
-    missing, extra = sorted(set(listed) - set(tensors)), sorted(set(tensors) - set(listed))
+    tensors: dict[str, Tensor] = {}
+    found: set[tuple[str, str]] = set()
+    for shard in sorted(set(listed.values())):
+        held = _read_safetensors(_beside(index, shard))
+        tensors |= held
+        found |= {(name, shard) for name in held}
+    missing, extra = set(listed.items()) - found, found - set(listed.items())
     if missing or extra:
         raise CheckpointError(
-            f"{index}: the shards do not hold what the index lists; {names('missing', missing)}; "
-            f"{names('not listed', extra)}"
+            f"{index}: the shards do not hold what the index lists; "
+            f"{names('missing', map(_placed, missing))}; {names('not listed', map(_placed, extra))}"
         )
     return tensors
 
@@ -86,7 +97,8 @@ def read_scheme(config: dict[str, Any], where: Path) -> Scheme:
 
     ``quant_method`` ``ternary``: ``format`` names a registered format. ``bitnet`` (Hugging
     Face): ``linear_class`` ``bitlinear`` (the default there) divides by the stored scale,
-    ``autobitlinear`` multiplies.
+    ``autobitlinear`` multiplies. Without ``modules_to_not_convert`` the output head stays dense,
+    as in transformers; with it, only what it lists does.
     """
     declared = config.get("quantization_config")
     if not isinstance(declared, dict):
@@ -98,7 +110,7 @@ def read_scheme(config: dict[str, Any], where: Path) -> Scheme:
     if method == "ternary":
         name = str(declared.get("format"))
     elif method == "bitnet":
-        name = _bitnet_format(str(declared.get("linear_class", "bitlinear")), where)
+        name = _bitnet_format(declared, where)
     else:
         raise CheckpointError(
             f"{where / 'config.json'}: quant_method {method!r} is not supported: "
@@ -109,10 +121,28 @@ def read_scheme(config: dict[str, Any], where: Path) -> Scheme:
         raise CheckpointError(
             f"{where / 'config.json'}: unknown format {name!r}: {nearest(name, known)}"
         )
-    return Scheme(known[name], tuple(declared.get("modules_to_not_convert") or ()))
+    ignored = declared.get("modules_to_not_convert")
+    if ignored is not None and not (
+        isinstance(ignored, list) and all(isinstance(entry, str) and entry for entry in ignored)
+    ):
+        raise CheckpointError(
+            f"{where / 'config.json'}: modules_to_not_convert: expected a list of module names, "
+            f"got {ignored!r}"
+        )
+    return Scheme(
+        known[name],
+        None if ignored is None else tuple(ignored),
+        scales_bias=method == "bitnet" and known[name].scale_convention == "multiply",
+    )
 
 
-def _bitnet_format(linear_class: str, where: Path) -> str:
+def _bitnet_format(declared: dict[str, Any], where: Path) -> str:
+    if declared.get("quantization_mode", "offline") != "offline":
+        raise CheckpointError(
+            f"{where / 'config.json'}: quantization_mode {declared['quantization_mode']!r}: its "
+            "weights are not stored in ternary; expected offline"
+        )
+    linear_class = str(declared.get("linear_class", "bitlinear"))
     by_class = {"bitlinear": "ternary_hf_divide", "autobitlinear": "ternary_hf"}
     if linear_class not in by_class:
         raise CheckpointError(
@@ -137,21 +167,19 @@ def names(label: str, items: Iterable[str], limit: int = 5) -> str:
     return f"{label} ({len(ordered)}): {', '.join(ordered[:limit])}{more}"
 
 
-def _read_shards(path: Path, shards: list[str]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        file = path / shard
-        if file.parent != path:
-            raise CheckpointError(f"{path / INDEX}: a shard must lie beside it, got {shard!r}")
-        for name, tensor in _read_safetensors(file).items():
-            if name in tensors:
-                raise CheckpointError(f"{file}: {name} is in two shards")
-            tensors[name] = tensor
-    return tensors
+def _beside(index: Path, shard: str) -> Path:
+    """The file of a shard, which lies in the directory of the index."""
+    if shard != Path(shard).name:
+        raise CheckpointError(f"{index}: a shard must lie beside it, got {shard!r}")
+    return index.parent / shard
+
+
+def _placed(entry: tuple[str, str]) -> str:
+    return f"{entry[0]} in {entry[1]}"
 
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    if not file.exists():
+    if not file.is_file():
         pickles = sorted(item.name for item in file.parent.glob("*.bin"))
         hint = f"; {pickles[0]} is a pickle and is not read: convert it" if pickles else ""
         raise CheckpointError(f"{file}: expected a safetensors file, found none{hint}")

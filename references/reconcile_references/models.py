@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
+from reconcile.contract import DTYPES
 from reconcile.exceptions import CheckpointError
 from reconcile.model import MakeLinear, Structure
 from reconcile.weight import QuantizedWeight
@@ -55,7 +55,8 @@ class TransformersCheckpoint:
         Attention is transformers' ``eager`` implementation, so that the reference, the
         baseline and the candidate run the same operations.
         """
-        model = _empty_model(self.config, dtype)
+        with self.precise(dtype):
+            model = _empty_model(self.config, dtype)
         for name, weight in self.weights.items():
             model.set_submodule(name, make_linear(name, weight))
         state = {name: tensor.to(dtype) for name, tensor in self.dense.items()}
@@ -95,17 +96,21 @@ class TransformersModels:
         scheme = read_scheme(body, path)
         config = _model_config(path)
         skeleton = _skeleton(config)
+        structure = _structure(skeleton)
         tensors = read_tensors(path)
-        weights = _quantized(skeleton, scheme, tensors, path)
-        dense = {name: t for name, t in tensors.items() if name not in _consumed(weights, tensors)}
-        _check_dense(skeleton, weights, dense, path)
+        linears = _quantized_linears(skeleton, scheme, structure.head, path)
+        weights = _quantized(linears, scheme, tensors, path)
+        consumed = _consumed(weights)
+        dense = {name: tensor for name, tensor in tensors.items() if name not in consumed}
+        _check_names(skeleton, weights, dense, path)
+        _check_dense(skeleton, dense, path)
         return TransformersCheckpoint(
             path=path,
             sha256=checkpoint_hash(path),
             dtype=_dense_dtype(dense),
             weights=weights,
             dense=dense,
-            structure=_structure(skeleton),
+            structure=structure,
             config=config,
         )
 
@@ -143,14 +148,32 @@ def _from_config(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> n
     return model
 
 
-def _quantized(
-    skeleton: nn.Module, scheme: Scheme, tensors: Mapping[str, Tensor], path: Path
-) -> dict[str, QuantizedWeight]:
+def _quantized_linears(
+    skeleton: nn.Module, scheme: Scheme, head: str | None, path: Path
+) -> dict[str, nn.Linear]:
     linears = {
         name: module
         for name, module in skeleton.named_modules()
-        if isinstance(module, nn.Linear) and scheme.is_quantized(name)
+        if isinstance(module, nn.Linear) and scheme.is_quantized(name, head)
     }
+    if not linears:
+        raise CheckpointError(f"{path}: modules_to_not_convert leaves no quantised linear")
+    if tied := [name for name in _tied(skeleton) if name.removesuffix(".weight") in linears]:
+        raise CheckpointError(
+            f"{path}: {names('tied to the embedding and declared quantised', tied)}; add it to "
+            "modules_to_not_convert"
+        )
+    if scheme.scales_bias and (biased := [n for n, m in linears.items() if m.bias is not None]):
+        raise CheckpointError(
+            f"{path}: {names('linears with a bias', biased)}; autobitlinear scales the bias also, "
+            "which is not supported"
+        )
+    return linears
+
+
+def _quantized(
+    linears: Mapping[str, nn.Linear], scheme: Scheme, tensors: Mapping[str, Tensor], path: Path
+) -> dict[str, QuantizedWeight]:
     wanted = [f"{name}.{part}" for name in linears for part in ("weight", SCALE)]
     if missing := [name for name in wanted if name not in tensors]:
         raise CheckpointError(
@@ -170,55 +193,58 @@ def _quantized(
     }
 
 
-def _consumed(weights: Mapping[str, QuantizedWeight], tensors: Mapping[str, Tensor]) -> set[str]:
+def _consumed(weights: Mapping[str, QuantizedWeight]) -> set[str]:
     used = {f"{name}.{part}" for name in weights for part in ("weight", SCALE)}
-    used |= {f"{name}.bias" for name, weight in weights.items() if weight.bias is not None}
-    return used & set(tensors)
+    return used | {f"{name}.bias" for name, weight in weights.items() if weight.bias is not None}
 
 
-def _check_dense(
+def _check_names(
     skeleton: nn.Module,
     weights: Mapping[str, QuantizedWeight],
     dense: Mapping[str, Tensor],
     path: Path,
 ) -> None:
-    """Dense tensors must be exactly the model's other parameters, shape by shape."""
-    shapes = {
-        name: tuple(tensor.shape)
-        for name, tensor in skeleton.state_dict().items()
-        if name.rpartition(".")[0] not in weights
-    }
-    biases = {
-        f"{name}.bias"
-        for name, weight in weights.items()
-        if weight.bias is None and f"{name}.bias" in skeleton.state_dict()
-    }
-    tied = set(_tied(skeleton)) - set(dense)
-    missing, unused = set(shapes) - set(dense) - tied | biases, set(dense) - set(shapes)
+    """Dense tensors must be exactly the model's other parameters."""
+    needed = set(skeleton.state_dict()) - _consumed(weights)
+    needed -= {f"{name}.weight" for name in weights}
+    missing, unused = needed - set(dense) - set(_tied(skeleton)), set(dense) - needed
     if missing or unused:
         raise CheckpointError(
             f"{path}: {names('missing tensors', missing)}; {names('unused tensors', unused)}"
         )
+
+
+def _check_dense(skeleton: nn.Module, dense: Mapping[str, Tensor], path: Path) -> None:
+    """Dense tensors must have the model's shapes, a dtype that needs no scale, and equal ties."""
+    state = skeleton.state_dict()
     wrong = [
-        f"{name} {list(tensor.shape)} instead of {list(shapes[name])}"
+        f"{name} {list(tensor.shape)} instead of {list(state[name].shape)}"
         for name, tensor in dense.items()
-        if tuple(tensor.shape) != shapes[name]
+        if tensor.shape != state[name].shape
     ]
-    integers = [
-        f"{name} {tensor.dtype}" for name, tensor in dense.items() if not tensor.is_floating_point()
+    coded = [
+        f"{name} {tensor.dtype}"
+        for name, tensor in dense.items()
+        if tensor.dtype not in DTYPES.values()
     ]
-    if wrong or integers:
+    untied = [
+        f"{name} and {source}"
+        for name, source in _tied(skeleton).items()
+        if name in dense and not torch.equal(dense[name], dense[source])
+    ]
+    if wrong or coded or untied:
+        kinds = f"in none of {', '.join(DTYPES)}"
         raise CheckpointError(
-            f"{path}: {names('wrong shapes', wrong)}; {names('not floating point', integers)}"
+            f"{path}: {names('wrong shapes', wrong)}; "
+            f"{names(kinds, coded)}; "
+            f"{names('tied but different', untied)}"
         )
 
 
-def _tied(skeleton: nn.Module) -> list[str]:
-    """Parameters that the config ties to another one and that need not be stored."""
-    if not getattr(skeleton.config, "tie_word_embeddings", False):
-        return []
-    keys: Any = getattr(skeleton, "_tied_weights_keys", None) or []
-    return list(keys)
+def _tied(skeleton: nn.Module) -> dict[str, str]:
+    """Parameters that need not be stored, as the config ties them, with what they are tied to."""
+    tied: dict[str, str] = getattr(skeleton, "all_tied_weights_keys", {})
+    return dict(tied)
 
 
 def _dense_dtype(dense: Mapping[str, Tensor]) -> str:

@@ -38,9 +38,10 @@ class _PreserveFloat64(TorchDispatchMode):
         if func is _CAST and kwargs.get("dtype") in _NARROW and _is_wide(args[0]):
             kwargs["dtype"] = torch.float64
         result = func(*args, **kwargs)
-        if _is_float64(args) and _is_narrow(result):
+        narrowed = sorted(str(dtype) for dtype in _dtypes(result) & set(_NARROW))
+        if narrowed and torch.float64 in _dtypes((args, kwargs)):
             raise CheckpointError(
-                f"{func} narrows float64 to {result.dtype}: this model cannot serve as a "
+                f"{func} narrows float64 to {narrowed[0]}: this model cannot serve as a "
                 'float64 reference; use [reference] dtype = "float32"'
             )
         return result
@@ -52,14 +53,8 @@ def _is_wide(value: object) -> bool:
     )
 
 
-def _is_float64(args: tuple[Any, ...]) -> bool:
-    return any(
-        isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(args)
-    )
-
-
-def _is_narrow(result: object) -> bool:
-    return isinstance(result, Tensor) and result.dtype in _NARROW
+def _dtypes(tree: object) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
 @contextmanager
