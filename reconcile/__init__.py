@@ -6,10 +6,13 @@ from reconcile.exceptions import ReconcileError
 from reconcile.kernel import Engine, Kernel, LinearSpec, Support
 from reconcile.metrics import ErrorStats, error_stats
 from reconcile.report import Limits, Reason, Report, Row, Verdict
-from reconcile.session import run
+from reconcile.session import Session, run
 from reconcile.taps import taps
 from reconcile.trace import Pass, Tap, Trace
 from reconcile.weight import Format, Packing, QuantizedWeight
+
+session = Session
+"""``reconcile.session(case)`` keeps the checkpoint and the reference loaded."""
 
 __all__ = [
     "Case",
@@ -27,6 +30,7 @@ __all__ = [
     "ReconcileError",
     "Report",
     "Row",
+    "Session",
     "Support",
     "Tap",
     "Trace",
@@ -34,5 +38,6 @@ __all__ = [
     "error_stats",
     "load_case",
     "run",
+    "session",
     "taps",
 ]

@@ -10,7 +10,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from reconcile.exceptions import ConfigError, KernelError, ReconcileError, neare
 from reconcile.explain import explain
 from reconcile.plan import Plan
 from reconcile.report import ExitCode, Report
-from reconcile.session import compare_traces, plans, run
+from reconcile.session import Session, compare_traces, few_threads, override, run
 from reconcile.trace import Trace, write_atomically
 
 FORMATS = ("html", "json", "junit", "markdown")
@@ -181,7 +181,7 @@ def _capture(options: argparse.Namespace) -> int:
     if (options.output / "manifest.json").exists():
         raise ConfigError(f"{options.output} already holds a trace; give another directory")
     plan = _one_plan(case, options)
-    with _progress(case) as progress:
+    with _progress(case) as progress, few_threads(plan.checkpoint):
         if options.side == "reference":
             trace = capture_reference(plan, options.command_line, progress)
         else:
@@ -254,40 +254,25 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _case(options: argparse.Namespace) -> Case:
-    case = load_case(options.config or registry.embedded_case())
-    changes = {
-        name: getattr(options, name)
-        for name in ("kernel", "engine")
-        if getattr(options, name) is not None
-    }
-    if changes.get("kernel", "").rpartition(":")[0].endswith(".py"):
-        place, _, attribute = changes["kernel"].rpartition(":")
-        changes["kernel"] = f"{Path(place).resolve()}:{attribute}"
-    if "kernel" in changes and len(case.candidate) == 1:
-        changes.setdefault("name", changes["kernel"].rpartition("/")[2])
-        gate = replace(case.gate, require=(changes["kernel"],) if case.gate.require else ())
-        case = replace(case, gate=gate)
-    case = case.with_candidate(**changes) if changes else case
-    if getattr(options, "level", None):
-        case = replace(case, levels=replace(case.levels, run=_levels(options.level)))
-    if getattr(options, "seed", None) is not None:
-        case = replace(case, seed=options.seed)
-    return case
+    kernel = options.kernel
+    if kernel and kernel.rpartition(":")[0].endswith(".py"):  # relative to here, not to the case
+        place, _, attribute = kernel.rpartition(":")
+        kernel = f"{Path(place).resolve()}:{attribute}"
+    return override(
+        load_case(options.config or registry.embedded_case()),
+        kernel=kernel,
+        engine=options.engine,
+        levels=_words(options.level) if getattr(options, "level", None) is not None else None,
+        seed=getattr(options, "seed", None),
+    )
 
 
-def _levels(text: str) -> tuple[Any, ...]:
-    known = ("op", "module", "model")
-    chosen = [part.strip() for part in text.split(",") if part.strip()]
-    for part in chosen:
-        if part not in known:
-            raise ConfigError(f"--level {part!r}: {nearest(part, known)}")
-    if not chosen:
-        raise ConfigError("--level is empty: nothing would be compared")
-    return tuple(level for level in known if level in chosen)
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _formats(text: str) -> tuple[str, ...]:
-    chosen = tuple(part.strip() for part in text.split(",") if part.strip())
+    chosen = tuple(_words(text))
     for part in chosen:
         if part not in FORMATS:
             raise ConfigError(f"--format {part!r}: {nearest(part, FORMATS)}")
@@ -295,7 +280,7 @@ def _formats(text: str) -> tuple[str, ...]:
 
 
 def _one_plan(case: Case, options: argparse.Namespace) -> Plan:
-    found = list(plans(case, options.only, options.candidate))
+    found = Session(case).plans(case, options.only, options.candidate)
     if len(found) > 1:
         names = ", ".join(plan.config.name for plan in found)
         raise ConfigError(f"the case has several candidates: choose one with --candidate: {names}")

@@ -123,7 +123,7 @@ def model_source(name: str = "transformers") -> ModelSource:
 def reporter(name: str) -> tuple[Callable[[Report], str], str | None]:
     """A renderer and the name of the file that it writes (None: only for the terminal)."""
     render = cast(Callable[[Report], str], _load("reporters", name))
-    return render, cast("str | None", sys.modules[render.__module__].FILENAME)  # type: ignore[attr-defined]
+    return render, cast("str | None", sys.modules[render.__module__].FILENAME)
 
 
 def embedded_case() -> Path:

@@ -3,113 +3,188 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from reconcile import registry
 from reconcile.capture import Progress, capture_candidate, capture_reference
-from reconcile.case import Case, GateConfig, load_case
+from reconcile.case import LEVELS, Case, GateConfig, load_case
 from reconcile.exceptions import ConfigError, nearest
 from reconcile.funnel import coverage, funnel, pair
+from reconcile.model import Checkpoint
 from reconcile.plan import Plan, make_plan
 from reconcile.report import Coverage, Level, Provenance, Reason, Report, Row, Verdict
 from reconcile.trace import Trace
 
-
-def run(
-    case: Case | Path | str | None = None,
-    *,
-    only: str = "*",
-    fail_fast: bool = False,
-    command: str = "reconcile.run",
-    progress: Progress = lambda _: None,
-) -> Report:
-    """Reconcile every candidate of a case.
-
-    Args:
-        case: a case, the path of a case file, or None for the embedded case.
-        only: glob that restricts the candidates' modules.
-        fail_fast: end after the first level at which something fails.
-        command: what the report gives as the command line.
-        progress: called once per unit of work.
-
-    Raises:
-        ReconcileError: bad input or configuration; a kernel's faults are rows, not exceptions.
-    """
-    started = time.perf_counter()
-    loaded = _case(case)
-    findings = []
-    for plan in plans(loaded, only):
-        reference = capture_reference(plan, command, progress)
-        findings.append(_judge_candidate(plan, reference, command, progress, fail_fast))
-        if fail_fast and any(row.verdict is Verdict.FAIL for row in findings[-1][0]):
-            break
-    return assemble(loaded.case.name, findings, loaded.gate, command, started)
-
-
-def compare_traces(
-    reference: Trace, candidates: Sequence[Trace], command: str = "reconcile.compare_traces"
-) -> Report:
-    """The report of traces that `capture_reference` and `capture_candidate` made."""
-    started = time.perf_counter()
-    findings = []
-    record = None
-    for candidate in candidates:
-        sides = pair(reference, candidate)
-        record = sides.record
-        rows = funnel(sides)
-        findings.append((rows, coverage(sides, rows), _provenance(reference, candidate)))
-    if record is None:
-        raise ConfigError("nothing to compare: no candidate trace was given")
-    return assemble(record.case, findings, record.gate, command, started)
-
-
-def plans(case: Case, only: str = "*", candidate: str | None = None) -> Iterable[Plan]:
-    """The candidates of a case, resolved; ConfigError for an unknown ``candidate``."""
-    chosen = [item for item in case.candidate if candidate in (None, item.name)]
-    if not chosen:
-        names = [item.name for item in case.candidate]
-        raise ConfigError(f"no candidate {candidate!r}: {nearest(str(candidate), names)}")
-    checkpoint = registry.model_source().load(case.base / case.model.checkpoint)
-    return [make_plan(case, item, checkpoint, only) for item in chosen]
-
+SMALL_MODEL = 100_000_000
+"""Number of quantised weights below which one thread is used."""
 
 Finding = tuple[tuple[Row, ...], Coverage, tuple[Provenance, ...]]
 """Rows, coverage and provenance of one candidate."""
 
 
+class Session:
+    """A case whose checkpoint and reference stay loaded, so that a candidate runs again quickly."""
+
+    def __init__(self, case: Case | Path | str | None = None) -> None:
+        """Read the case; None is the embedded one. Nothing else is loaded yet."""
+        if not isinstance(case, Case):
+            case = load_case(registry.embedded_case() if case is None else case)
+        self.case = case
+        self._checkpoint: Checkpoint | None = None
+        self._references: dict[Any, Trace] = {}
+
+    def run(
+        self,
+        *,
+        kernel: str | None = None,
+        engine: str | None = None,
+        levels: Iterable[str] | None = None,
+        only: str = "*",
+        fail_fast: bool = False,
+        command: str = "reconcile.run",
+        progress: Progress = lambda _: None,
+    ) -> Report:
+        """Reconcile every candidate of the case.
+
+        Args:
+            kernel: stands in for the case's kernel.
+            engine: stands in for the case's engine.
+            levels: levels to run, of ``op``, ``module``, ``model``.
+            only: glob that restricts the candidates' modules.
+            fail_fast: end after the first level at which something fails.
+            command: what the report gives as the command line.
+            progress: called once per unit of work.
+
+        Raises:
+            ReconcileError: bad input or configuration; a kernel's faults are rows.
+        """
+        started = time.perf_counter()
+        case = override(self.case, kernel=kernel, engine=engine, levels=levels)
+        findings = []
+        for plan in self.plans(case, only):
+            with few_threads(plan.checkpoint):
+                reference = self._reference(plan, command, progress)
+                finding = _judge_candidate(plan, reference, command, progress, fail_fast)
+            findings.append(finding)
+            if fail_fast and any(row.verdict is Verdict.FAIL for row in finding[0]):
+                break
+        return assemble(case.case.name, findings, case.gate, command, started)
+
+    def plans(self, case: Case, only: str = "*", candidate: str | None = None) -> list[Plan]:
+        """The candidates of ``case``, resolved; ConfigError for an unknown ``candidate``."""
+        chosen = [item for item in case.candidate if candidate in (None, item.name)]
+        if not chosen:
+            names = [item.name for item in case.candidate]
+            raise ConfigError(f"no candidate {candidate!r}: {nearest(str(candidate), names)}")
+        if self._checkpoint is None:
+            path = case.base / case.model.checkpoint
+            self._checkpoint = registry.model_source().load(path)
+        return [make_plan(case, item, self._checkpoint, only) for item in chosen]
+
+    def _reference(self, plan: Plan, command: str, progress: Progress) -> Trace:
+        key = (plan.dtype, plan.reference_dtype, plan.contract, plan.modules, plan.prompts)
+        if key not in self._references:
+            self._references[key] = capture_reference(plan, command, progress)
+        return self._references[key]
+
+
+def run(case: Case | Path | str | None = None, **options: Any) -> Report:  # noqa: ANN401
+    """Reconcile a case once: ``Session(case).run(**options)``.
+
+    Args:
+        case: a case, the path of a case file, or None for the embedded case.
+        options: see `Session.run`.
+    """
+    return Session(case).run(**options)
+
+
+def override(
+    case: Case,
+    *,
+    kernel: str | None = None,
+    engine: str | None = None,
+    levels: Iterable[str] | None = None,
+    seed: int | None = None,
+) -> Case:
+    """The case with what a caller gave in place of its own; None leaves it.
+
+    A kernel that takes the place of the case's is also the one that the gate requires.
+    """
+    if kernel is not None:
+        case = case.with_candidate(kernel=kernel)
+        required = tuple(dict.fromkeys(kernel for _ in case.gate.require))
+        case = replace(case, gate=replace(case.gate, require=required))
+    if engine is not None:
+        case = case.with_candidate(engine=engine)
+    if levels is not None:
+        case = replace(case, levels=replace(case.levels, run=_levels(levels)))
+    return case if seed is None else replace(case, seed=seed)
+
+
+def _levels(wanted: Iterable[str]) -> tuple[Any, ...]:
+    chosen, known = list(wanted), [level.value for level in LEVELS]
+    for level in chosen:
+        if level not in known:
+            raise ConfigError(f"level {level!r}: {nearest(level, known)}")
+    if not chosen:
+        raise ConfigError("no level is given: nothing would be compared")
+    return tuple(level for level in known if level in chosen)
+
+
+@contextmanager
+def few_threads(checkpoint: Checkpoint) -> Iterator[None]:
+    """One thread while the model is small: a barrier then costs more than it saves."""
+    size = sum(weight.shape[0] * weight.shape[1] for weight in checkpoint.weights.values())
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if size < SMALL_MODEL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def compare_traces(
+    reference: Trace, candidates: Sequence[Trace], command: str = "reconcile.compare_traces"
+) -> Report:
+    """The report of traces that the two halves of a capture wrote; needs no kernel or model."""
+    started = time.perf_counter()
+    if not candidates:
+        raise ConfigError("nothing to compare: no candidate trace was given")
+    record = pair(reference, candidates[0]).record
+    findings = [_finding(reference, candidate) for candidate in candidates]
+    return assemble(record.case, findings, record.gate, command, started)
+
+
 def _judge_candidate(
     plan: Plan, reference: Trace, command: str, progress: Progress, fail_fast: bool
 ) -> Finding:
+    """Capture and compare; with ``fail_fast`` level by level, until one fails."""
+    steps = [plan.case.levels.run]
     if fail_fast:
-        for levels in (("op",), ("op", "module")):
-            part = capture_candidate(plan, reference, command, progress, levels)
-            finding = _finding(reference, part, levels)
-            if any(row.verdict is Verdict.FAIL for row in finding[0]):
-                return finding
-    return _finding(reference, capture_candidate(plan, reference, command, progress))
+        steps = [plan.case.levels.run[: i + 1] for i in range(len(plan.case.levels.run))]
+    for levels in steps:
+        trace = capture_candidate(plan, reference, command, progress, levels)
+        finding = _finding(reference, trace, levels)
+        if any(row.verdict is Verdict.FAIL for row in finding[0]):
+            break
+    return finding
 
 
 def _finding(reference: Trace, candidate: Trace, levels: tuple[str, ...] | None = None) -> Finding:
     sides = pair(reference, candidate)
     if levels is not None:
-        kept = tuple(level for level in sides.record.levels if level in levels)
-        sides = replace(sides, record=replace(sides.record, levels=kept))
+        sides = replace(sides, record=replace(sides.record, levels=levels))
     rows = funnel(sides)
-    return rows, coverage(sides, rows), _provenance(reference, candidate)
-
-
-def _case(case: Case | Path | str | None) -> Case:
-    if isinstance(case, Case):
-        return case
-    return load_case(registry.embedded_case() if case is None else case)
-
-
-def _provenance(*traces: Trace) -> tuple[Provenance, ...]:
-    return tuple(trace.provenance for trace in traces if trace.provenance is not None)
+    sources = (reference.provenance, candidate.provenance)
+    return rows, coverage(sides, rows), tuple(source for source in sources if source)
 
 
 def assemble(

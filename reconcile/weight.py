@@ -95,11 +95,13 @@ class Packing:
             tail[self.dim] = missing
             codes = torch.cat([codes, codes.new_zeros(tail)], dim=self.dim)
         if self.arrangement == "planar":
-            slots = list(codes.split(units, dim=self.dim))
+            slots = list(torch.split(codes, units, dim=self.dim))
         else:
-            grouped = codes.unflatten(self.dim, (units, self.per_byte))
-            slots = list(grouped.unbind(self.dim + 1))
-        stored = torch.zeros_like(slots[0])
+            slots = [
+                codes[slot :: self.per_byte] if self.dim == 0 else codes[:, slot :: self.per_byte]
+                for slot in range(self.per_byte)
+            ]
+        stored = torch.zeros_like(slots[0], memory_format=torch.contiguous_format)
         for slot, shift in zip(slots, self._shifts(), strict=True):
             stored |= slot << shift
         return stored
@@ -216,7 +218,10 @@ class QuantizedWeight:
         where = name or "weight"
         if min(shape) < 1:
             raise FormatError(f"{where}: expected a weight of at least 1 x 1, got {list(shape)}")
-        expected = format.packing.stored_shape(shape)
+        try:
+            expected = format.packing.stored_shape(shape)
+        except FormatError as error:
+            raise FormatError(f"{where}: {error}") from None
         if codes.dtype != torch.uint8 or tuple(codes.shape) != expected:
             raise FormatError(
                 f"{where}: format {format.name} of a weight {list(shape)} stores uint8 "

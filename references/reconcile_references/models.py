@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
@@ -29,6 +30,17 @@ from reconcile_references.precise import preserve_float64
 
 SCALE = "weight_scale"
 """Name of the scale tensor beside ``weight``."""
+_REFUSALS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    StrictDataclassError,
+)
+"""What transformers raises for a config that it cannot use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +64,7 @@ class TransformersCheckpoint:
     def build(self, dtype: torch.dtype, make_linear: MakeLinear) -> nn.Module:
         """The model in ``dtype``; dense tensors are converted from their stored dtype once.
 
+        In float64 the buffers that the model computes, as the frequencies of RoPE, are float64 too.
         Attention is transformers' ``eager`` implementation, so that the reference, the
         baseline and the candidate run the same operations.
         """
@@ -62,7 +75,8 @@ class TransformersCheckpoint:
         state = {name: tensor.to(dtype) for name, tensor in self.dense.items()}
         model.load_state_dict(state, strict=False, assign=False)
         model.tie_weights()
-        return model.eval().requires_grad_(False)
+        built: nn.Module = model.eval().requires_grad_(False)
+        return built
 
     def precise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """For float64: the float32 islands of transformers' modules keep float64."""
@@ -95,7 +109,7 @@ class TransformersModels:
         body = read_config(path)
         scheme = read_scheme(body, path)
         config = _model_config(path)
-        skeleton = _skeleton(config)
+        skeleton = _skeleton(config, path)
         structure = _structure(skeleton)
         tensors = read_tensors(path)
         linears = _quantized_linears(skeleton, scheme, structure.head, path)
@@ -121,7 +135,7 @@ def _model_config(path: Path) -> transformers.PreTrainedConfig:
         config = transformers.AutoConfig.from_pretrained(
             path, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
+    except _REFUSALS as error:
         raise CheckpointError(
             f"{path / 'config.json'}: no model of this transformers: {error}"
         ) from error
@@ -130,26 +144,34 @@ def _model_config(path: Path) -> transformers.PreTrainedConfig:
     return config
 
 
-def _skeleton(config: transformers.PreTrainedConfig) -> nn.Module:
+def _skeleton(config: transformers.PreTrainedConfig, path: Path) -> transformers.PreTrainedModel:
     """The model on the meta device: names and shapes without memory."""
-    with torch.device("meta"):
-        return _from_config(config, torch.float32)
+    try:
+        with torch.device("meta"):
+            return _from_config(config, torch.float32)
+    except _REFUSALS as error:
+        raise CheckpointError(
+            f"{path / 'config.json'}: no causal language model of this transformers: {error}"
+        ) from error
 
 
-def _empty_model(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
+def _empty_model(
+    config: transformers.PreTrainedConfig, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
     with no_init_weights():
         return _from_config(config, dtype)
 
 
-def _from_config(config: transformers.PreTrainedConfig, dtype: torch.dtype) -> nn.Module:
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+def _from_config(
+    config: transformers.PreTrainedConfig, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_config(
         copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
     )
-    return model
 
 
 def _quantized_linears(
-    skeleton: nn.Module, scheme: Scheme, head: str | None, path: Path
+    skeleton: transformers.PreTrainedModel, scheme: Scheme, head: str | None, path: Path
 ) -> dict[str, nn.Linear]:
     linears = {
         name: module
@@ -163,11 +185,6 @@ def _quantized_linears(
             f"{path}: {names('tied to the embedding and declared quantised', tied)}; add it to "
             "modules_to_not_convert"
         )
-    if scheme.scales_bias and (biased := [n for n, m in linears.items() if m.bias is not None]):
-        raise CheckpointError(
-            f"{path}: {names('linears with a bias', biased)}; autobitlinear scales the bias also, "
-            "which is not supported"
-        )
     return linears
 
 
@@ -180,17 +197,24 @@ def _quantized(
             f"{path}: {names('missing tensors', missing)}; format {scheme.format.name} stores "
             f"weight and {SCALE} for every linear outside modules_to_not_convert"
         )
-    return {
+    weights = {
         name: QuantizedWeight.from_tensors(
             tensors[f"{name}.weight"],
             tensors[f"{name}.{SCALE}"],
             format=scheme.format,
             shape=(module.out_features, module.in_features),
             name=name,
-            bias=tensors.get(f"{name}.bias") if module.bias is not None else None,
+            bias=tensors.get(f"{name}.bias") if "bias" in module.state_dict() else None,
         )
         for name, module in linears.items()
     }
+    biased = [name for name, weight in weights.items() if weight.bias is not None]
+    if scheme.scales_bias and biased:
+        raise CheckpointError(
+            f"{path}: {names('linears with a bias', biased)}; autobitlinear multiplies the bias by "
+            "the scale also, which is not supported"
+        )
+    return weights
 
 
 def _consumed(weights: Mapping[str, QuantizedWeight]) -> set[str]:
@@ -199,7 +223,7 @@ def _consumed(weights: Mapping[str, QuantizedWeight]) -> set[str]:
 
 
 def _check_names(
-    skeleton: nn.Module,
+    skeleton: transformers.PreTrainedModel,
     weights: Mapping[str, QuantizedWeight],
     dense: Mapping[str, Tensor],
     path: Path,
@@ -214,7 +238,9 @@ def _check_names(
         )
 
 
-def _check_dense(skeleton: nn.Module, dense: Mapping[str, Tensor], path: Path) -> None:
+def _check_dense(
+    skeleton: transformers.PreTrainedModel, dense: Mapping[str, Tensor], path: Path
+) -> None:
     """Dense tensors must have the model's shapes, a dtype that needs no scale, and equal ties."""
     state = skeleton.state_dict()
     wrong = [
@@ -241,10 +267,9 @@ def _check_dense(skeleton: nn.Module, dense: Mapping[str, Tensor], path: Path) -
         )
 
 
-def _tied(skeleton: nn.Module) -> dict[str, str]:
+def _tied(skeleton: transformers.PreTrainedModel) -> dict[str, str]:
     """Parameters that need not be stored, as the config ties them, with what they are tied to."""
-    tied: dict[str, str] = getattr(skeleton, "all_tied_weights_keys", {})
-    return dict(tied)
+    return dict(skeleton.all_tied_weights_keys)
 
 
 def _dense_dtype(dense: Mapping[str, Tensor]) -> str:
@@ -255,7 +280,7 @@ def _dense_dtype(dense: Mapping[str, Tensor]) -> str:
     return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
 
 
-def _structure(skeleton: nn.Module) -> Structure:
+def _structure(skeleton: transformers.PreTrainedModel) -> Structure:
     """Decoder layers are the longest ModuleList; the final norm is its sibling."""
     lists = [(n, m) for n, m in skeleton.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
@@ -267,7 +292,7 @@ def _structure(skeleton: nn.Module) -> Structure:
         for name, module in skeleton.get_submodule(parent).named_children()
         if "norm" in type(module).__name__.lower()
     ]
-    head = skeleton.get_output_embeddings() if hasattr(skeleton, "get_output_embeddings") else None
+    head = skeleton.get_output_embeddings()
     return Structure(
         layers=tuple(f"{path}.{index}" for index in range(len(layers))),
         norm=f"{parent}.{norms[-1]}".lstrip(".") if norms else None,

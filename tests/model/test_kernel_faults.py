@@ -15,15 +15,18 @@ DOWN_3 = "model.layers.3.mlp.down_proj:out"
 K_1 = "model.layers.1.self_attn.k_proj:out"
 
 
-def _run(kernel, levels=("op", "module", "model"), **options):
+@pytest.fixture(scope="module")
+def session():
+    """The embedded case; its checkpoint and reference are loaded once for all kernels."""
     case = reconcile.load_case(registry.embedded_case())
-    case = case.with_candidate(kernel=f"{KERNELS}:{kernel}")
-    case = replace(
-        case,
-        gate=replace(case.gate, require=()),
-        levels=replace(case.levels, run=levels),
+    return reconcile.session(replace(case, gate=replace(case.gate, require=())))
+
+
+@pytest.fixture
+def run(session):
+    return lambda kernel, *levels, **options: session.run(
+        kernel=f"{KERNELS}:{kernel}", levels=levels or None, **options
     )
-    return reconcile.run(case, **options)
 
 
 FAULTS = [
@@ -52,8 +55,8 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("kernel", "exit_code", "reason", "tap"), FAULTS, ids=[row[0] for row in FAULTS]
 )
-def test_a_fault_is_named_first(kernel, exit_code, reason, tap):
-    report = _run(kernel)
+def test_a_fault_is_named_first(run, kernel, exit_code, reason, tap):
+    report = run(kernel)
 
     first = next(row for row in report.rows if row.verdict is not Verdict.PASS)
     assert report.exit_code == exit_code
@@ -64,14 +67,12 @@ def test_a_fault_is_named_first(kernel, exit_code, reason, tap):
         assert report.first_divergence is None
 
 
-def test_only_the_faulty_op_fails_and_what_follows_is_blocked():
-    report = _run("ignores_scale_in_layer_3_down")
+def test_only_the_faulty_op_fails_and_what_follows_is_blocked(run):
+    report = run("ignores_scale_in_layer_3_down")
 
     assert {row.tap for row in report.failures()} == {DOWN_3}
     layer = [
-        row
-        for row in report.rows
-        if row.tap == "model.layers.3:out" and row.check == "isolated"
+        row for row in report.rows if row.tap == "model.layers.3:out" and row.check == "isolated"
     ]
     assert {row.reason for row in layer} == {Reason.BLOCKED}
     assert all(DOWN_3.removesuffix(":out") in row.text for row in layer)
@@ -81,14 +82,14 @@ def test_only_the_faulty_op_fails_and_what_follows_is_blocked():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_another_order_of_summation_passes(seed):
-    report = _run(f"order_{seed}")
+def test_another_order_of_summation_passes(run, seed):
+    report = run(f"order_{seed}")
 
     assert report.exit_code == 0, report.explain()
 
 
-def test_without_a_contract_plain_torch_passes_against_the_baseline():
-    report = _run("undeclared")
+def test_without_a_contract_plain_torch_passes_against_the_baseline(run):
+    report = run("undeclared")
 
     assert report.exit_code == 0, report.explain()
     ops = [row for row in report.rows if row.level is Level.OP]
@@ -96,13 +97,13 @@ def test_without_a_contract_plain_torch_passes_against_the_baseline():
 
 
 @pytest.mark.parametrize("level", ["op", "module", "model"])
-def test_fail_fast_ends_after_the_first_bad_level(level):
-    report = _run("high_bits_first", (level,), fail_fast=True)
+def test_fail_fast_ends_after_the_first_bad_level(run, level):
+    report = run("high_bits_first", level, fail_fast=True)
 
     assert report.exit_code == 1
     assert {row.level.value for row in report.rows} == {level}
 
 
-def test_a_fault_shows_at_every_level_alone():
+def test_a_fault_shows_at_every_level_alone(run):
     for level in ("op", "module", "model"):
-        assert _run("all_scales_one_percent_up", (level,)).exit_code == 1
+        assert run("all_scales_one_percent_up", level).exit_code == 1
