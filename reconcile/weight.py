@@ -218,35 +218,8 @@ class QuantizedWeight:
         where = name or "weight"
         if min(shape) < 1:
             raise FormatError(f"{where}: expected a weight of at least 1 x 1, got {list(shape)}")
-        try:
-            expected = format.packing.stored_shape(shape)
-        except FormatError as error:
-            raise FormatError(f"{where}: {error}") from None
-        if codes.dtype != torch.uint8 or tuple(codes.shape) != expected:
-            raise FormatError(
-                f"{where}: format {format.name} of a weight {list(shape)} stores uint8 "
-                f"{list(expected)}; got {_describe(codes)}"
-            )
-        if not codes.is_contiguous():
-            raise FormatError(
-                f"{where}: expected contiguous bytes, got strides {list(codes.stride())}, as of a "
-                "transposed view"
-            )
-        if scales.dtype not in format.scale_dtypes or tuple(scales.shape) != format.scale_shape(
-            shape
-        ):
-            raise FormatError(
-                f"{where}: format {format.name} has one scale per {format.granularity}, shape "
-                f"{list(format.scale_shape(shape))}, in one of "
-                f"{', '.join(map(_dtype_name, format.scale_dtypes))}; got {_describe(scales)}"
-            )
-        finite = torch.isfinite(scales)
-        if not bool(finite.all()):
-            raise FormatError(
-                f"{where}: {int((~finite).sum())} of {scales.numel()} scales are not finite"
-            )
-        if format.scale_convention == "divide" and bool((scales == 0).any()):
-            raise FormatError(f"{where}: a scale that divides is zero")
+        _check_bytes(codes, format, shape, where)
+        _check_scales(scales, format, shape, where)
         if bias is not None and (
             tuple(bias.shape) != (shape[0],) or bias.dtype not in DTYPES.values()
         ):
@@ -283,6 +256,40 @@ class QuantizedWeight:
     def zero_share(self) -> float:
         """Share of weights that decode to zero, in [0, 1]."""
         return float((self.format.decode(self.unpacked()) == 0).double().mean())
+
+
+def _check_bytes(codes: Tensor, form: Format, shape: Shape, where: str) -> None:
+    try:
+        expected = form.packing.stored_shape(shape)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    if codes.dtype != torch.uint8 or tuple(codes.shape) != expected:
+        raise FormatError(
+            f"{where}: format {form.name} of a weight {list(shape)} stores uint8 "
+            f"{list(expected)}; got {_describe(codes)}"
+        )
+    if not codes.is_contiguous():
+        raise FormatError(
+            f"{where}: expected contiguous bytes, got strides {list(codes.stride())}, as of a "
+            "transposed view"
+        )
+
+
+def _check_scales(scales: Tensor, form: Format, shape: Shape, where: str) -> None:
+    expected = form.scale_shape(shape)
+    if scales.dtype not in form.scale_dtypes or tuple(scales.shape) != expected:
+        raise FormatError(
+            f"{where}: format {form.name} has one scale per {form.granularity}, shape "
+            f"{list(expected)}, in one of {', '.join(map(_dtype_name, form.scale_dtypes))}; got "
+            f"{_describe(scales)}"
+        )
+    finite = torch.isfinite(scales)
+    if not bool(finite.all()):
+        raise FormatError(
+            f"{where}: {int((~finite).sum())} of {scales.numel()} scales are not finite"
+        )
+    if form.scale_convention == "divide" and bool((scales == 0).any()):
+        raise FormatError(f"{where}: a scale that divides is zero")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

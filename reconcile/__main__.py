@@ -1,0 +1,5 @@
+"""``python -m reconcile``."""
+
+from reconcile.cli import main
+
+raise SystemExit(main())
