@@ -1,7 +1,6 @@
 """Checkpoints that load, and every way in which one is refused."""
 
 import json
-import re
 import struct
 
 import pytest
@@ -94,7 +93,7 @@ def test_a_tied_head_may_be_stored_if_it_is_equal(tiny, tmp_path):
     made = tiny(tie_word_embeddings=True)
     checkpoint = load(made.write(tmp_path / "without"))
     assert "lm_head.weight" not in checkpoint.dense
-    model = checkpoint.build(torch.float32, lambda _, w: torch.nn.Identity())
+    model = checkpoint.build(torch.float32, lambda *_: torch.nn.Identity())
     embedding = made.tensors["model.embed_tokens.weight"]
     assert torch.equal(model.lm_head.weight, embedding.float())
     made.tensors["lm_head.weight"] = embedding.clone()
@@ -162,7 +161,7 @@ def put(name, make):
 
 TENSORS = {
     "weight missing": (drop(f"{GATE}.weight"), [f"missing tensors (1): {GATE}.weight"]),
-    "scale missing": (drop(f"{GATE}.weight_scale"), [f"(1): {GATE}.weight_scale", "for every linear"]),
+    "scale missing": (drop(f"{GATE}.weight_scale"), [f"missing tensors (1): {GATE}.weight_scale"]),
     "norm missing": (drop("model.norm.weight"), ["missing tensors (1): model.norm.weight"]),
     "head missing": (drop("lm_head.weight"), ["missing tensors (1): lm_head.weight"]),
     "tensor unused": (put("extra", lambda _: torch.ones(1)), ["unused tensors (1): extra"]),
@@ -432,6 +431,7 @@ def duplicate(folder):
 
 
 NORM = "model.norm.weight"
+OTHER = {f"part-{i}.safetensors": f"part-{1 - i}.safetensors" for i in (0, 1)}
 INDICES = {
     "shard missing": (
         lambda folder: (folder / "part-1.safetensors").unlink(),
@@ -450,7 +450,7 @@ INDICES = {
         [f"not listed (1): {NORM} in part-"],
     ),
     "names another shard": (
-        edit_index(lambda listed: listed.update({NORM: f"part-{'01'[listed[NORM][5] == '0']}.safetensors"})),
+        edit_index(lambda listed: listed.update({NORM: OTHER[listed[NORM]]})),
         [f"missing (1): {NORM} in part-", f"not listed (1): {NORM} in part-"],
     ),
     "a tensor in two shards": (duplicate, ["not listed (1): ", " in part-1.safetensors"]),
@@ -498,9 +498,7 @@ def test_an_index_must_list_exactly_what_its_shards_hold(tiny, tmp_path, case):
     change(folder)
     message = refusal(folder)
     assert all(words in message for words in said), message
-    assert re.search(
-        r"model/(model\.safetensors\.index\.json|part-1\.safetensors|\.\.|: |:)", message
-    )
+    assert str(folder) in message
 
 
 def test_prompts_need_a_tokenizer(tiny, tmp_path):
