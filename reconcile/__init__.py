@@ -1,6 +1,7 @@
 """Layer-by-layer numerical reconciliation of quantised kernels against a PyTorch reference."""
 
 from reconcile.case import Case, load_case
+from reconcile.compare import compare
 from reconcile.contract import Contract
 from reconcile.exceptions import ReconcileError
 from reconcile.kernel import Engine, Kernel, LinearSpec, Support
@@ -35,6 +36,7 @@ __all__ = [
     "Tap",
     "Trace",
     "Verdict",
+    "compare",
     "error_stats",
     "load_case",
     "run",

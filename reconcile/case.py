@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -17,6 +18,7 @@ _STRICT = ConfigDict(extra="forbid")
 LEVELS = (Level.OP, Level.MODULE, Level.MODEL)
 """Levels of the funnel that a case can ask for, in order."""
 
+Kind = TypeVar("Kind")
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
@@ -138,8 +140,15 @@ class Case:
             raise ConfigError(f"candidate names must differ, got {', '.join(names)}")
         if not 0 < self.gate.coverage <= 1:
             raise ConfigError(f"gate.coverage must lie in (0, 1], got {self.gate.coverage}")
+        for candidate in self.candidate:
+            if not candidate.modules:
+                raise ConfigError(f"candidate {candidate.name!r}: modules is empty")
         if not self.levels.run:
             raise ConfigError("levels.run is empty: nothing would be compared")
+        if len(set(self.levels.run)) != len(self.levels.run):
+            raise ConfigError(f"levels.run names a level twice: {', '.join(self.levels.run)}")
+        if not all(allowance.reason.strip() for allowance in self.gate.allow_inconclusive):
+            raise ConfigError("gate.allow_inconclusive: a reason is empty; say why")
         if self.model.max_tokens < 1:
             raise ConfigError(f"model.max_tokens must be positive, got {self.model.max_tokens}")
         for glob, tolerance in self.limits.items():
@@ -174,7 +183,9 @@ def load_case(path: Path | str) -> Case:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file}: unreadable: {error}") from error
     if file.name == "pyproject.toml":
-        body = body.get("tool", {}).get("reconcile", {})
+        tool = body.get("tool")
+        found = tool.get("reconcile") if isinstance(tool, dict) else None
+        body = found if isinstance(found, dict) else {}
         if not body:
             raise ConfigError(f"{file}: has no [tool.reconcile]")
     for reserved in ("base", "seed"):
@@ -183,7 +194,7 @@ def load_case(path: Path | str) -> Case:
                 f"{file}: unknown key {reserved!r}: {nearest(reserved, _keys(Case, ()))}"
             )
     try:
-        case = _CASE.validate_python(body)
+        case = _strictly(_CASE, body)
     except ValidationError as error:
         raise ConfigError(f"{file}: {_explain(error)}") from None
     except ConfigError as error:
@@ -191,10 +202,15 @@ def load_case(path: Path | str) -> Case:
     return replace(case, base=file.resolve().parent)
 
 
+def _strictly(adapter: TypeAdapter[Kind], body: dict[str, Any]) -> Kind:
+    """Validate without coercion: "8" and true are no integers, but a TOML list is a tuple."""
+    return adapter.validate_json(json.dumps(body, default=str), strict=True)
+
+
 def parse_contract(fields: dict[str, Any]) -> Contract:
     """The `Contract` that a case declares; ConfigError for an unknown field or value."""
     try:
-        return _CONTRACT.validate_python(fields)
+        return _strictly(_CONTRACT, fields)
     except ValidationError as error:
         raise ConfigError(f"contract: {_explain(error, Contract)}") from None
 

@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from reconcile import registry
-from reconcile.capture import Progress, capture_candidate, capture_reference
+from reconcile.capture_candidate import capture_candidate
+from reconcile.capture_reference import capture_reference
 from reconcile.case import Case, load_case
 from reconcile.contract import Contract
 from reconcile.exceptions import ConfigError, KernelError, ReconcileError, nearest
 from reconcile.explain import explain
-from reconcile.plan import Plan
+from reconcile.plan import Plan, Progress
 from reconcile.report import ExitCode, Report
 from reconcile.session import Session, compare_traces, few_threads, override, run
 from reconcile.trace import Trace, write_atomically

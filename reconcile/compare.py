@@ -15,10 +15,11 @@ from torch import Tensor
 
 from reconcile.case import Tolerance
 from reconcile.contract import UNIT_ROUNDOFF
-from reconcile.funnel import Finding, judge_fixed, to_row
+from reconcile.judge import Finding, judge_fixed
 from reconcile.limits import FIXED_ATTENTION, FIXED_TOLERANCE
 from reconcile.mapping import Rule, map_trace
 from reconcile.report import Coverage, Level, Reason, Report, Row
+from reconcile.sides import to_row
 from reconcile.trace import Pass, Tap, Trace
 
 
@@ -54,9 +55,7 @@ def compare(
     return Report(
         case="compare",
         rows=tuple(rows),
-        coverage=Coverage(
-            expected=len(names), compared=len(names) - len(missing), missing=missing
-        ),
+        coverage=Coverage(expected=len(names), compared=len(names) - len(missing), missing=missing),
         command="reconcile.compare",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(time.perf_counter() - started, 3),

@@ -66,7 +66,7 @@ class Split:
                     f"{self.source}: expected a last dimension of {sum(widths)} = "
                     f"{' + '.join(map(str, widths))}, got {list(found[0].shape)}"
                 )
-            parts = found[0].split(widths, dim=-1)
+            parts = torch.split(found[0], widths, dim=-1)
             return {tap: part for (tap, _), part in zip(self.targets, parts, strict=True)}
 
         return _replaced(tensors, (self.source,), cut)

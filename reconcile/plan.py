@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from reconcile import registry
-from reconcile.case import CandidateConfig, Case, GateConfig, Tolerance, parse_contract
+from reconcile.case import CandidateConfig, Case, parse_contract
 from reconcile.contract import DTYPES, Contract
-from reconcile.exceptions import ConfigError, KernelError, TraceError, nearest
+from reconcile.exceptions import ConfigError, KernelError, nearest
 from reconcile.kernel import Engine, Kernel, LinearSpec, Support
 from reconcile.model import Checkpoint
+from reconcile.plan_record import PlanRecord
+
+Progress = Callable[[str], None]
+"""Called once per unit of work with what is being done."""
 
 DEFAULT_PROMPTS = (
     "The rounding of a sum depends on the order in which its terms are added.",
@@ -25,48 +29,6 @@ DEFAULT_PROMPTS = (
     "1 + 1 = 2; 2 + 2 = 4; 3 + 3 = 6; 4 + 4 = 8; 5 + 5 = 10; 6 + 6 =",
 )
 """Texts that stand in where a case names no prompts; the checkpoint's tokenizer encodes them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRecord:
-    """What both traces keep of a plan, so that they can be compared without it."""
-
-    case: str
-    candidate: str
-    kernel: str
-    engine: Engine | None
-    """None: no engine runs here."""
-    not_run: str
-    """Why no engine runs here; empty where one does."""
-    contract: Contract | None
-    """None: nothing is declared, and ops are judged against the baseline."""
-    dtype: str
-    reference_dtype: str
-    modules: tuple[str, ...]
-    """Modules that the kernel computes, in the model's order."""
-    layers: tuple[str, ...]
-    parts: tuple[str, ...]
-    """Modules that are compared isolated: decoder layers, final norm, head."""
-    levels: tuple[str, ...]
-    limits: dict[str, Tolerance]
-    gate: GateConfig
-
-
-_RECORD = TypeAdapter(PlanRecord)
-
-
-def record_to_facts(record: PlanRecord) -> dict[str, Any]:
-    """The record as JSON values."""
-    facts: dict[str, Any] = _RECORD.dump_python(record, mode="json")
-    return facts
-
-
-def record_from_facts(facts: dict[str, Any]) -> PlanRecord:
-    """The record that a trace keeps; TraceError where it keeps none."""
-    try:
-        return _RECORD.validate_python(facts["plan"])
-    except (KeyError, ValueError) as error:
-        raise TraceError(f"not a trace of `reconcile capture`: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +147,7 @@ def choose_engine(kernel: Kernel, wanted: str) -> tuple[Engine | None, str]:
         raise KernelError(
             f"{kernel.name} has no engine {wanted!r}: {nearest(wanted, [*names, *kinds, 'auto'])}"
         )
-    refusals = []
+    refusals: list[str] = []
     for engine in pool:
         support = kernel.is_supported(engine)
         if support:

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -64,7 +65,10 @@ def kernel(spec: str, base: Path | None = None) -> Kernel:
         KernelError: not registered, not found, fails to import, or is no kernel.
     """
     if spec in _group("kernels"):
-        return cast(Kernel, _group("kernels")[spec].load())
+        try:
+            return cast(Kernel, _group("kernels")[spec].load())
+        except (Exception, SystemExit) as error:
+            raise _not_imported(_group("kernels")[spec].value, error) from error
     place, colon, attribute = spec.rpartition(":")
     if not colon:
         raise KernelError(
@@ -95,23 +99,29 @@ def as_kernel(found: object, name: str) -> Kernel:
 def _named_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
-    except Exception as error:
-        raise KernelError(f"cannot import {name}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise _not_imported(name, error) from error
+
+
+def _not_imported(place: object, error: BaseException) -> KernelError:
+    return KernelError(f"cannot import {place}: {type(error).__name__}: {error}")
 
 
 def _file_module(place: str, base: Path | None) -> ModuleType:
     path = ((base or Path.cwd()) / place).resolve()
     if not path.is_file():
         raise KernelError(f"{path}: no such file")
-    spec = importlib.util.spec_from_file_location(f"_reconcile_kernel_{path.stem}", path)
+    name = f"_reconcile_kernel_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise KernelError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise KernelError(f"cannot import {path}: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise _not_imported(path, error) from error
     return module
 
 

@@ -114,9 +114,6 @@ class Limits:
             raise ValueError("limits need a source and at least one bound")
 
 
-LimitsRecord = Limits
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """One fitted explanation of a failing row."""
@@ -367,7 +364,7 @@ _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _row_record(row: Row) -> dict[str, Any]:
-    record = _spell_floats(_ROW.dump_python(row))
+    record: dict[str, Any] = _spell_floats(_ROW.dump_python(row))
     return {("pass" if key == "pass_" else key): value for key, value in record.items()}
 
 

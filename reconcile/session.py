@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from reconcile import registry
-from reconcile.capture import Progress, capture_candidate, capture_reference
+from reconcile.capture_candidate import capture_candidate
+from reconcile.capture_reference import capture_reference
 from reconcile.case import LEVELS, Case, GateConfig, load_case
 from reconcile.exceptions import ConfigError, nearest
-from reconcile.funnel import coverage, funnel, pair
+from reconcile.funnel import coverage, funnel
 from reconcile.model import Checkpoint
-from reconcile.plan import Plan, make_plan
+from reconcile.plan import Plan, Progress, make_plan
 from reconcile.report import Coverage, Level, Provenance, Reason, Report, Row, Verdict
+from reconcile.sides import pair
 from reconcile.trace import Trace
 
 SMALL_MODEL = 100_000_000

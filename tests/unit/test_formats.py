@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import math
+import re
 from pathlib import Path
 
 import ml_dtypes
@@ -413,3 +414,58 @@ def test_a_format_that_contradicts_itself_cannot_be_built():
         Format(
             name="x", table=(0.0, 1.0), packing=KINT.packing, granularity="tensor", reference="none"
         )
+
+
+# --- the page that documents them --------------------------------------------------------------
+
+PAGE = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```example (\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def rows_of(text, kind):
+    return [[kind(item) for item in row.split()] for row in text.split("/")]
+
+
+def test_the_page_has_a_section_and_an_example_for_every_format():
+    assert set(re.findall(r"^## (ternary_\w+)$", PAGE, re.MULTILINE)) == set(formats())
+    assert {name for name, _ in EXAMPLES} == set(formats())
+    assert len(EXAMPLES) == 5
+
+
+@pytest.mark.parametrize(("name", "text"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
+def test_an_example_of_the_page_is_what_the_code_does(name, text):
+    lines = dict(line.split(":", 1) for line in text.splitlines())
+    form, weight = formats()[name], rows_of(lines["weight"], int)
+    stored = rows_of(lines["bytes"], lambda digits: int(digits, 16))
+    assert packed(form, weight).tolist() == stored
+    assert decoded(form, np.array(stored, np.uint8), np.shape(weight)).tolist() == weight
+    if "scale" in lines:
+        scale = torch.tensor(rows_of(lines["scale"], float)[0])
+        values = quantized(form, weight, scale).dequantize()
+        assert values.tolist() == rows_of(lines["values"], float)
+
+
+@pytest.mark.parametrize("column", [1, 2, 3])
+def test_the_table_of_the_page_is_what_the_formats_are(column):
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines()]
+    rows = [row for row in rows if len(row) == 4]
+    table = {row[0]: row[column] if row[column] != "the same" else row[1] for row in rows}
+    form = formats()[table[""].strip("`")]
+    codes = table["Codes 0, 1, 2, 3"].replace("−", "-").replace("invalid (", "").rstrip(")")
+    assert tuple(float(code) for code in codes.split(",")) == form.table
+    assert form.invalid == {3}
+    assert table["Packed dimension"] == f"{form.packing.dim} ({'NK'[form.packing.dim]})"
+    assert table["Arrangement"] == form.packing.arrangement
+    assert (table["Bit order"] == "low bits first") is form.packing.low_first
+    assert (
+        table["The scale"] == {"multiply": "multiplies", "divide": "divides"}[form.scale_convention]
+    )
+    assert table["`weight_scale`"].startswith(
+        {"channel": "`[N]`", "tensor": "`[1]`"}[form.granularity]
+    )
+    assert table["Dtype of the scale"].split(", ") == [
+        str(dtype).removeprefix("torch.") for dtype in form.scale_dtypes
+    ]
+    assert ("refused" in table["A length that is no multiple of 4"]) is not form.packing.pad
+    zero = packed(form, np.zeros((4, 4))).unique().tolist()
+    assert [f"`{byte:02x}`" for byte in zero] == [table["A zero weight in bytes"]]

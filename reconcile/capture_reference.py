@@ -1,0 +1,234 @@
+"""The trusted half of a run: what the reference computes, and what plain torch loses.
+
+Each prompt is one pass, in two kinds:
+
+``chained``
+    the reference runs freely; the baseline's own errors in free runs are in its facts.
+``isolated``
+    the reference runs again on its inputs rounded once to the candidate's dtype: ``in0`` of
+    every op and part, ``out``, and for ops ``abs`` = sum |x||w|, the yardstick of the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reconcile.contract import UNIT_ROUNDOFF
+from reconcile.linears import BaselineLinear, ReferenceLinear
+from reconcile.metrics import nmse
+from reconcile.model_metrics import model_stats
+from reconcile.passes import provenance, record, tapped_modules
+from reconcile.plan import Plan, Progress
+from reconcile.plan_record import record_to_facts
+from reconcile.ports import logits_tap, output_tap, ports
+from reconcile.rounding import round_to
+from reconcile.taps import forced_inputs
+from reconcile.trace import Pass, Tap, Trace
+from reconcile.weight import QuantizedWeight
+
+Table = dict[str, dict[str, float]]
+"""Statistics by tap and name."""
+
+DRAWS = 4
+"""Runs of the baseline per prompt from which the limits are taken."""
+
+
+def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
+    """Everything the comparison needs from the trusted side."""
+    ops: dict[str, ReferenceLinear] = {}
+
+    def make(name: str, weight: QuantizedWeight) -> nn.Module:
+        ops[name] = ReferenceLinear(weight, plan.arithmetic, plan.reference_dtype)
+        return ops[name]
+
+    model = plan.checkpoint.build(plan.reference_dtype, make)
+    baseline = plan.checkpoint.build(plan.dtype, lambda _, w: BaselineLinear(w, plan.dtype))
+    trace = Trace(provenance=provenance(plan, "reference", command))
+    with torch.no_grad():
+        for ids in plan.prompts:
+            progress("reference")
+            tokens = torch.tensor([ids])
+            chained = record(plan, model, tokens, tapped_modules(plan, model), precise=True)
+            isolated = _isolate(plan, model, ops, chained, tokens)
+            gains = _gains(plan, model, isolated, tokens)
+            meta = _baseline(plan, baseline, chained, isolated, tokens)
+            chained.meta = meta["chained"] | {"gains": gains}
+            isolated.meta = meta["isolated"]
+            trace.passes += [chained, isolated]
+    trace.facts = {
+        "plan": record_to_facts(plan.record()),
+        "order": _op_order(plan, trace.passes[0]),
+    }
+    return trace
+
+
+def _isolate(
+    plan: Plan,
+    model: nn.Module,
+    ops: Mapping[str, ReferenceLinear],
+    chained: Pass,
+    tokens: Tensor,
+) -> Pass:
+    """The reference again, on inputs rounded once to the candidate's dtype."""
+    tensors: dict[str, Tensor] = {}
+    for module in plan.modules:
+        port = str(Tap(module, "in0"))
+        if port not in chained.tensors:
+            continue  # never reached; the comparison reports it
+        x = round_to(chained.tensors[port], plan.dtype)
+        tensors[port] = x
+        tensors[str(Tap(module, "out"))] = ops[module](x)
+        tensors[str(Tap(module, "abs"))] = ops[module].magnitude(x)
+    inputs = {part: _rounded_inputs(part, chained, plan.dtype) for part in plan.parts}
+    with forced_inputs(model, inputs, plan.reference_dtype):
+        forced = record(plan, model, tokens, plan.parts, inputs=False, precise=True)
+    for part, found in inputs.items():
+        tensors |= {str(Tap(part, port)): value for port, value in found.items()}
+    tensors |= forced.tensors
+    return Pass(chained.key, "isolated", tensors)
+
+
+def _rounded_inputs(part: str, chained: Pass, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The floating-point inputs of a part, rounded once.
+
+    A mask marks what it hides by the lowest finite value of its dtype; that value becomes the
+    lowest of the new dtype, not -inf.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in chained.tensors.items():
+        tap = Tap.parse(name)
+        if tap.module != part or not tap.port.startswith("in") or not tensor.is_floating_point():
+            continue
+        lowest = torch.finfo(tensor.dtype).min
+        rounded = round_to(tensor, dtype)
+        found[tap.port] = torch.where(tensor == lowest, torch.finfo(dtype).min, rounded).to(dtype)
+    return found
+
+
+def _gains(plan: Plan, model: nn.Module, isolated: Pass, tokens: Tensor) -> dict[str, float]:
+    """How much each layer amplifies a random error of its hidden state: rms out / rms in."""
+    generator = torch.Generator().manual_seed(plan.case.seed)
+    layers = plan.checkpoint.structure.layers
+    nudged: dict[str, dict[str, Tensor]] = {}
+    size: dict[str, float] = {}
+    for layer in layers:
+        given = ports(isolated, layer, "in")
+        x = given["in0"].to(plan.reference_dtype)
+        noise = torch.randn(x.shape, generator=generator, dtype=plan.reference_dtype)
+        noise *= 2.0**-8 * _rms(x)
+        nudged[layer] = given | {"in0": x + noise}
+        size[layer] = _rms(noise)
+    with forced_inputs(model, nudged, plan.reference_dtype):
+        moved = record(plan, model, tokens, layers, inputs=False, precise=True)
+    gains = {}
+    for layer in layers:
+        port = output_tap(layer, moved)
+        gains[layer] = _rms(moved.tensors[port] - isolated.tensors[port]) / max(
+            size[layer], torch.finfo(torch.float64).tiny
+        )
+    return gains
+
+
+def _baseline(
+    plan: Plan, baseline: nn.Module, chained: Pass, isolated: Pass, tokens: Tensor
+) -> dict[str, dict[str, Any]]:
+    """What plain torch at the candidate's dtype loses on the same weights and inputs.
+
+    Of each statistic the largest of `DRAWS` draws is kept: the plain run, and runs whose hidden
+    states were dithered by one rounding error, which are as legal and round differently. One
+    draw alone says little about a heavy-tailed statistic (docs/adr/0004).
+    """
+    free: Table = {}
+    fed: Table = {}
+    model: Table = {}
+    for draw in range(DRAWS):
+        noise = torch.Generator().manual_seed(plan.case.seed + draw) if draw else None
+        run = _draw(plan, baseline, isolated, tokens, noise)
+        _keep_largest(free, _stats_of(run[0], chained))
+        _keep_largest(fed, _stats_of(run[1], isolated))
+        logits = logits_tap(chained)
+        numbers = model_stats(
+            run[0].tensors[logits], chained.tensors[logits], tokens.flatten().tolist()
+        )
+        _keep_largest(model, {"kl": {name: numbers[name] for name in ("kl_mean", "kl_max")}})
+    ops = {}
+    for module in plan.modules:
+        port = str(Tap(module, "in0"))
+        if port in isolated.tensors:
+            y = baseline.get_submodule(module)(isolated.tensors[port])
+            out = str(Tap(module, "out"))
+            ops[out] = _gated(y, isolated.tensors[out])
+    return {
+        "chained": {"baseline": free, "model": model["kl"]},
+        "isolated": {"baseline": fed, "ops": ops},
+    }
+
+
+def _draw(
+    plan: Plan,
+    baseline: nn.Module,
+    isolated: Pass,
+    tokens: Tensor,
+    noise: torch.Generator | None,
+) -> tuple[Pass, Pass]:
+    """One free run and one fed run of the baseline, dithered if ``noise`` is given."""
+
+    def dithered(given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return given | {"in0": _dither(given["in0"], noise)} if noise else given
+
+    inputs = {part: dithered(ports(isolated, part, "in")) for part in plan.parts}
+    first = {part: {"in0": inputs[part]["in0"]} for part in plan.parts[:1] if noise}
+    with forced_inputs(baseline, first, plan.dtype):
+        free = record(plan, baseline, tokens, tapped_modules(plan, baseline), inputs=False)
+    with forced_inputs(baseline, inputs, plan.dtype):
+        fed = record(plan, baseline, tokens, plan.parts, inputs=False)
+    return free, fed
+
+
+def _dither(x: Tensor, noise: torch.Generator) -> Tensor:
+    """X with a random relative error of one unit roundoff of its dtype."""
+    u = UNIT_ROUNDOFF[str(x.dtype).removeprefix("torch.")]
+    error = u * torch.randn(x.shape, generator=noise, dtype=torch.float64)
+    return round_to(x.to(torch.float64) * (1 + error), x.dtype)
+
+
+def _stats_of(run: Pass, reference: Pass) -> Table:
+    return {tap: _gated(tensor, reference.tensors[tap]) for tap, tensor in run.tensors.items()}
+
+
+def _keep_largest(into: Table, found: Table) -> None:
+    """Elementwise maximum of two tables of statistics, in place."""
+    for tap, stats in found.items():
+        kept = into.setdefault(tap, {})
+        for name, value in stats.items():
+            kept[name] = max(value, kept.get(name, value))
+
+
+def _gated(candidate: Tensor, reference: Tensor) -> dict[str, float]:
+    """The statistics of `error_stats` that a baseline limit uses, without the others."""
+    r = reference.to(torch.float64).reshape(-1, reference.shape[-1])
+    error = candidate.to(torch.float64).reshape(r.shape) - r
+    squares, power = error.square().sum(1), r.square().sum(1)
+    rows = torch.where(squares > 0, squares / power, 0.0)
+    return {
+        "max_abs": float(error.abs().max()),
+        "nmse": nmse(float(squares.sum()), float(power.sum())),
+        "worst_row_nmse": float(rows.max()),
+        "rmse": float(squares.sum() / error.numel()) ** 0.5,
+    }
+
+
+def _op_order(plan: Plan, chained: Pass) -> list[str]:
+    """The candidate's modules in the order in which they ran; unreached ones at the end."""
+    ran = [Tap.parse(tap) for tap in chained.tensors]
+    order = [tap.module for tap in ran if tap.port == "in0" and tap.module in plan.modules]
+    unique = list(dict.fromkeys(order))
+    return unique + [module for module in plan.modules if module not in unique]
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.to(torch.float64).square().mean().sqrt())

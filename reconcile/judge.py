@@ -1,0 +1,176 @@
+"""The judgement of one (candidate, reference) pair: statistics, limits, and what is wrong.
+
+Non-finite values are judged first, then the limit, then whether the limit says anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reconcile.case import Tolerance
+from reconcile.contract import Contract
+from reconcile.limits import (
+    accepts_zeros,
+    baseline_limits,
+    bound_limits,
+    error_bound,
+    fixed_limits,
+    share_of_limits,
+    tolerance_share,
+    utilisation,
+)
+from reconcile.metrics import ErrorStats, error_stats, worst_elements
+from reconcile.report import Limits, Reason
+
+TENSOR_STATS = ("max_abs", "nmse", "worst_row_nmse")
+"""Statistics that a baseline limit gates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The judgement of one pair, before it becomes a row."""
+
+    stats: dict[str, Any]
+    limits: Limits | None = None
+    utilisation: float | None = None
+    reason: Reason | None = None
+    text: str = ""
+
+
+def judge_bound(
+    candidate: Tensor,
+    reference: Tensor,
+    magnitude: Tensor,
+    k: int,
+    contract: Contract,
+    reference_dtype: str,
+) -> Finding:
+    """Against the a-priori bound of the contract that holds for these rows.
+
+    Args:
+        candidate: [M, N] in its own dtype.
+        reference: [M, N], the exact result.
+        magnitude: S = sum |x||w| (+ |b|), [M, N].
+        k: number of products per element.
+        contract: the promised arithmetic.
+        reference_dtype: dtype in which the reference summed.
+    """
+    stats = error_stats(candidate, reference)
+    if (early := _nonfinite(stats, candidate, reference)) is not None:
+        return early
+    wide, size = reference.to(torch.float64), magnitude.to(torch.float64)
+    bound = error_bound(contract, wide, size, k, reference_dtype)
+    used = utilisation(candidate, wide, bound)
+    body = stats.as_dict() | {
+        "utilisation": used.value,
+        "utilisation_index": list(used.index),
+        "over": used.over,
+    }
+    finding = Finding(body, bound_limits(contract, k), used.value)
+    if not used.value <= 1:
+        text = f"{used.over} of {stats.n} elements outside the bound; {_worst(stats)}"
+        body = body | {"worst_elements": worst_elements(candidate, wide)}
+        return replace(finding, stats=body, reason=Reason.OVER_LIMIT, text=text)
+    if used.vacuous or stats.reference_constant:
+        return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
+    return finding
+
+
+def judge_baseline(
+    candidate: Tensor,
+    reference: Tensor,
+    baseline: Mapping[str, float] | None,
+    dtype: str,
+    what: str,
+) -> Finding:
+    """Against plain torch's own error at the candidate's dtype.
+
+    Args:
+        candidate: any shape.
+        reference: the same shape.
+        baseline: plain torch's statistics for this tap; None where there are none.
+        dtype: the candidate's dtype, for the limit's source.
+        what: which run of plain torch, for the limit's source.
+    """
+    stats = error_stats(candidate, reference)
+    if (early := _nonfinite(stats, candidate, reference)) is not None:
+        return early
+    if baseline is None:
+        text = "the reference's trace has no baseline for it"
+        return Finding(stats.as_dict(), reason=Reason.NOT_COMPARED, text=text)
+    rows = stats.n // candidate.shape[-1]
+    names = TENSOR_STATS if rows > 1 else ("max_abs", "worst_row_nmse")
+    limits = baseline_limits(baseline, names, dtype, what)
+    return _judge(stats, stats.as_dict(), limits, candidate, reference)
+
+
+def judge_fixed(candidate: Tensor, reference: Tensor, tolerance: Tolerance) -> Finding:
+    """Against an elementwise tolerance that somebody set."""
+    stats = error_stats(candidate, reference)
+    if (early := _nonfinite(stats, candidate, reference)) is not None:
+        return early
+    share = tolerance_share(candidate, reference, tolerance.atol, tolerance.rtol)
+    limits = fixed_limits(tolerance.atol, tolerance.rtol, tolerance.source)
+    body = stats.as_dict() | {"tolerance_share": share}
+    return _judge(stats, body, limits, candidate, reference)
+
+
+def judge_numbers(numbers: dict[str, Any], limits: Limits) -> Finding:
+    """Numbers that are not statistics of one tensor, against their limits."""
+    share, name = share_of_limits(numbers, limits)
+    finding = Finding(numbers, limits, share)
+    if share <= 1:
+        return finding
+    text = f"{name} {numbers[name]:.3g} exceeds {limits.bounds[name]:.3g}"
+    return replace(finding, reason=Reason.OVER_LIMIT, text=text)
+
+
+def _judge(
+    stats: ErrorStats, body: dict[str, Any], limits: Limits, candidate: Tensor, reference: Tensor
+) -> Finding:
+    share, name = share_of_limits(body, limits)
+    finding = Finding(body, limits, share)
+    if not share <= 1:
+        text = f"{name} {body[name]:.3g} exceeds {limits.bounds[name]:.3g}; {_worst(stats)}"
+        body = body | {"worst_elements": worst_elements(candidate, reference)}
+        return replace(finding, stats=body, reason=Reason.OVER_LIMIT, text=text)
+    if stats.reference_constant or accepts_zeros(stats, limits):
+        return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
+    return finding
+
+
+def _nonfinite(stats: ErrorStats, candidate: Tensor, reference: Tensor) -> Finding | None:
+    """A verdict where not everything is finite, before any number."""
+    body = stats.as_dict()
+    if stats.nonfinite_mismatch:
+        text = (
+            f"{stats.nonfinite_mismatch} of {stats.n} elements differ in NaN or infinity, first "
+            f"at {list(stats.nonfinite_index or ())}: candidate {stats.nan_candidate} NaN, "
+            f"{stats.inf_candidate} inf; reference {stats.nan_reference} NaN, "
+            f"{stats.inf_reference} inf"
+        )
+        body |= {"worst_elements": worst_elements(candidate, reference)}
+        return Finding(body, reason=Reason.NONFINITE, text=text)
+    if stats.nan_reference:
+        text = f"the reference has {stats.nan_reference} NaN of {stats.n} elements"
+        return Finding(body, reason=Reason.REFERENCE_SUSPECT, text=text)
+    return None
+
+
+def _worst(stats: ErrorStats) -> str:
+    index = list(stats.max_abs_index or ())
+    return (
+        f"max |c - r| {stats.max_abs:.3g} at {index}: {stats.max_abs_candidate:.6g} against "
+        f"{stats.max_abs_reference:.6g}"
+    )
+
+
+def _vacuous(stats: ErrorStats) -> str:
+    if stats.reference_constant:
+        return "the reference is constant: a permutation would not show"
+    return f"a candidate of zeros would pass (max |r| {stats.reference_amax:.3g})"

@@ -1,0 +1,78 @@
+"""One recorded call of a model, and where its parts' tensors are in it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+from torch import Tensor, nn
+
+from reconcile.exceptions import TraceError
+from reconcile.plan import Plan
+from reconcile.report import Provenance
+from reconcile.taps import Recorder
+from reconcile.trace import Pass, TraceMemory
+
+
+def tapped_modules(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    """Modules whose ports are recorded: the model, layers and their blocks, ops, norm, head."""
+    layers = plan.checkpoint.structure.layers
+    blocks = {
+        f"{layer}.{name}"
+        for layer in layers
+        for name, child in model.get_submodule(layer).named_children()
+        if any(True for _ in child.children())
+    }
+    wanted = {"", *plan.parts, *plan.modules, *blocks}
+    return tuple(name for name, _ in model.named_modules() if name in wanted)
+
+
+def record(
+    plan: Plan,
+    model: nn.Module,
+    tokens: Tensor,
+    modules: Iterable[str],
+    *,
+    inputs: bool = True,
+    precise: bool = False,
+) -> Pass:
+    """One recorded call of the model; ``precise`` for the reference."""
+    memory = TraceMemory()
+    context = plan.checkpoint.precise(plan.reference_dtype) if precise else nullcontext()
+    with Recorder(model, modules, memory, inputs=inputs) as recorder, context:
+        model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False)
+    if rewritten := memory.verify():
+        raise TraceError(f"captures were rewritten after they were taken: {rewritten[:5]}")
+    (recorded,) = memory.trace.passes
+    recorded.meta["unreached"] = list(recorder.unreached())
+    return recorded
+
+
+def provenance(plan: Plan, side: str, command: str) -> Provenance:
+    """Where one side of the comparison comes from."""
+    dtype = plan.reference_dtype if side == "reference" else plan.dtype
+    return Provenance(
+        side=side,
+        model=plan.checkpoint.path.name,
+        checkpoint_sha256=plan.checkpoint.sha256,
+        dtype=str(dtype).removeprefix("torch."),
+        machine=f"{platform.processor() or platform.machine()}, {platform.platform()}",
+        versions=versions(),
+        command=command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        notes=() if side == "reference" else plan.notes,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes: the interpreter, torch, transformers and this package."""
+    found = {"python": platform.python_version()}
+    for name in ("reconcile-numerics", "torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,55 @@
+"""What both traces keep of a plan, so that they can be compared without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from reconcile.case import GateConfig, Tolerance
+from reconcile.contract import Contract
+from reconcile.exceptions import TraceError
+from reconcile.kernel import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What both traces keep of a plan, so that they can be compared without it."""
+
+    case: str
+    candidate: str
+    kernel: str
+    engine: Engine | None
+    """None: no engine runs here."""
+    not_run: str
+    """Why no engine runs here; empty where one does."""
+    contract: Contract | None
+    """None: nothing is declared, and ops are judged against the baseline."""
+    dtype: str
+    reference_dtype: str
+    modules: tuple[str, ...]
+    """Modules that the kernel computes, in the model's order."""
+    layers: tuple[str, ...]
+    parts: tuple[str, ...]
+    """Modules that are compared isolated: decoder layers, final norm, head."""
+    levels: tuple[str, ...]
+    limits: dict[str, Tolerance]
+    gate: GateConfig
+
+
+_RECORD = TypeAdapter(PlanRecord)
+
+
+def record_to_facts(record: PlanRecord) -> dict[str, Any]:
+    """The record as JSON values."""
+    facts: dict[str, Any] = _RECORD.dump_python(record, mode="json")
+    return facts
+
+
+def record_from_facts(facts: dict[str, Any]) -> PlanRecord:
+    """The record that a trace keeps; TraceError where it keeps none."""
+    try:
+        return _RECORD.validate_python(facts["plan"])
+    except (KeyError, ValueError) as error:
+        raise TraceError(f"not a trace of `reconcile capture`: {error}") from error

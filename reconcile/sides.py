@@ -1,0 +1,154 @@
+"""Two traces of one candidate, paired, and what every level needs of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from reconcile.case import Tolerance
+from reconcile.exceptions import ConfigError, TraceError
+from reconcile.judge import Finding
+from reconcile.limits import tolerance_share
+from reconcile.plan_record import PlanRecord, record_from_facts
+from reconcile.report import Level, Row, Verdict
+from reconcile.trace import Pass, Tap, Trace
+
+Pairs = dict[str, tuple[Pass, Pass]]
+"""Passes of one kind by key: (candidate, reference)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Both traces of one candidate, their passes paired by fingerprint."""
+
+    record: PlanRecord
+    order: tuple[str, ...]
+    """The candidate's modules in execution order."""
+    isolated: Pairs
+    chained: Pairs
+    unpaired: tuple[tuple[str, str], ...]
+    """(key, what is missing) of the passes that only one side has."""
+
+    def pooled(self, kind: str, tap: str) -> dict[str, float] | None:
+        """The largest of each statistic of plain torch over all prompts, or None.
+
+        ``kind``: ``isolated`` (parts on the reference's inputs), ``chained`` (free runs), or
+        ``ops`` (single ops on the reference's inputs).
+        """
+        pairs = self.chained if kind == "chained" else self.isolated
+        table = "ops" if kind == "ops" else "baseline"
+        found = [r.meta.get(table, {}).get(tap) for _, r in pairs.values()]
+        return largest([stats for stats in found if stats is not None])
+
+    def tolerance(self, tap: str) -> Tolerance | None:
+        """The fixed tolerance that the case sets for this tap; the first match counts."""
+        for glob, tolerance in self.record.limits.items():
+            if fnmatchcase(tap, glob):
+                return tolerance
+        return None
+
+    def row(
+        self,
+        level: Level,
+        tap: Tap,
+        check: str,
+        key: str,
+        finding: Finding,
+        shape: tuple[int, ...] = (),
+    ) -> Row:
+        """A row of this candidate."""
+        return to_row(level, tap, check, key, finding, shape, self.record)
+
+
+def to_row(
+    level: Level,
+    tap: Tap,
+    check: str,
+    key: str,
+    finding: Finding,
+    shape: tuple[int, ...] = (),
+    record: PlanRecord | None = None,
+) -> Row:
+    """A finding as a row, with the kernel and engine of ``record`` where there is one."""
+    engine = record.engine if record else None
+    return Row(
+        level=level,
+        tap=str(tap),
+        check=check,
+        shape=shape or tuple(finding.stats.get("shape", ())),
+        pass_=key,
+        kernel=record.kernel if record else "",
+        engine=engine.name if engine else "",
+        implementation=engine.implementation if engine else "",
+        execution=engine.execution if engine else "",
+        fidelity=engine.fidelity if engine else "",
+        verdict=Verdict.PASS if finding.reason is None else finding.reason.verdict,
+        reason=finding.reason,
+        text=finding.text,
+        stats={name: value for name, value in finding.stats.items() if name != "shape"},
+        limits=finding.limits,
+        utilisation=finding.utilisation,
+    )
+
+
+def largest(tables: list[dict[str, float]]) -> dict[str, float] | None:
+    """Elementwise maximum of tables with the same keys; None of no table."""
+    if not tables:
+        return None
+    return {name: max(table[name] for table in tables) for name in tables[0]}
+
+
+def pair(reference: Trace, candidate: Trace) -> Sides:
+    """Check that the traces belong together and pair their passes.
+
+    Raises:
+        TraceError: other checkpoint, dtype, contract or modules.
+    """
+    ours, theirs = record_from_facts(candidate.facts), record_from_facts(reference.facts)
+    for name in ("dtype", "reference_dtype", "contract", "modules"):
+        if getattr(ours, name) != getattr(theirs, name):
+            raise TraceError(
+                f"the two traces differ in {name}: candidate {getattr(ours, name)}, reference "
+                f"{getattr(theirs, name)}; capture both from the same case"
+            )
+    hashes = [
+        side.provenance.checkpoint_sha256 for side in (candidate, reference) if side.provenance
+    ]
+    if len(set(hashes)) != 1 or len(hashes) != 2:
+        raise TraceError(f"the two traces are of different checkpoints: sha256 {hashes}")
+    order = reference.facts.get("order")
+    if sorted(order or ()) != sorted(ours.modules):
+        raise TraceError("the reference's trace does not list the candidate's modules in order")
+    isolated, alone = _paired(reference, candidate, "isolated")
+    chained, free = _paired(reference, candidate, "chained")
+    unpaired = () if ours.engine is None else (*alone, *free)
+    return Sides(ours, tuple(order or ()), isolated, chained, unpaired)
+
+
+def _paired(reference: Trace, candidate: Trace, kind: str) -> tuple[Pairs, list[tuple[str, str]]]:
+    c, r = candidate.select(kind), reference.select(kind)
+    unpaired = [(key, f"no {kind} pass of the candidate") for key in r if key not in c]
+    unpaired += [(key, f"no {kind} pass of the reference") for key in c if key not in r]
+    return {key: (c[key], r[key]) for key in r if key in c}, unpaired
+
+
+def check_tolerances(sides: Sides) -> None:
+    """ConfigError for a tolerance that matches no output, or that zeros would pass."""
+    unused = set(sides.record.limits)
+    for _, r in (*sides.isolated.values(), *sides.chained.values()):
+        for tap, tensor in r.tensors.items():
+            tolerance = sides.tolerance(tap)
+            if tolerance is None or not Tap.parse(tap).port.startswith("out"):
+                continue
+            unused -= {glob for glob in unused if fnmatchcase(tap, glob)}
+            zeros = torch.zeros_like(tensor)
+            if tolerance_share(zeros, tensor, tolerance.atol, tolerance.rtol) <= 1:
+                raise ConfigError(
+                    f"the tolerance atol={tolerance.atol:g}, rtol={tolerance.rtol:g} at {tap}: "
+                    f"a candidate of zeros would pass (max |r| {float(tensor.abs().max()):.3g}); "
+                    "tighten atol"
+                )
+    if unused and sides.isolated:
+        raise ConfigError(f"limits match no tap: {', '.join(sorted(unused))}")
