@@ -117,7 +117,13 @@ def judge_fixed(candidate: Tensor, reference: Tensor, tolerance: Tolerance) -> F
     share = tolerance_share(candidate, reference, tolerance.atol, tolerance.rtol)
     limits = fixed_limits(tolerance.atol, tolerance.rtol, tolerance.source)
     body = stats.as_dict() | {"tolerance_share": share}
-    return _judge(stats, body, limits, candidate, reference)
+    finding = _judge(stats, body, limits, candidate, reference)
+    zeros = torch.zeros_like(candidate)
+    if finding.reason is None and (
+        tolerance_share(zeros, reference, tolerance.atol, tolerance.rtol) <= 1
+    ):
+        return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
+    return finding
 
 
 def judge_numbers(numbers: dict[str, Any], limits: Limits) -> Finding:

@@ -115,21 +115,20 @@ def utilisation(candidate: Tensor, y: Tensor, bound: Tensor) -> Utilisation:
     """
     rounded = round_to(y, candidate.dtype)
     below, above = neighbours(candidate)
-    wide = candidate.to(torch.float64)
-    nearer = torch.where(wide > y, (below + wide) / 2, (above + wide) / 2)
-    needed = torch.where(wide > y, nearer - y, y - nearer).clamp_min(0.0)
-    share = torch.where(needed > 0, needed / bound, 0.0)
+    wide = torch.where(candidate.isinf(), torch.where(candidate > 0, above, below), candidate)
+    needed = torch.where(wide > y, (below + wide) / 2 - y, y - (above + wide) / 2).clamp_min(0.0)
+    share = torch.where(bound > 0, needed / bound, torch.inf)
     same = (candidate == rounded) | (candidate.isnan() & y.isnan())
     share = torch.where(same, 0.0, share)
     share = torch.where(candidate.isnan() != y.isnan(), torch.nan, share)
-    share = torch.where(candidate.isinf() & ~same & ~share.isfinite(), torch.inf, share)
     nan = share.isnan()
     place = int(nan.flatten().int().argmax()) if bool(nan.any()) else int(share.argmax())
+    half_smallest = float(neighbours(torch.zeros((), dtype=candidate.dtype))[1]) / 2
     return Utilisation(
         value=float(share.flatten()[place]),
         index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), share.shape)),
         over=int((~(share <= 1)).sum()),
-        vacuous=bool((y.abs() <= bound).all()),
+        vacuous=bool((y.abs() - bound <= half_smallest).all()),
     )
 
 
@@ -170,29 +169,32 @@ def fixed_limits(atol: float, rtol: float, source: str) -> Limits:
 
 
 def tolerance_share(candidate: Tensor, reference: Tensor, atol: float, rtol: float) -> float:
-    """Max |c - r| / (atol + rtol |r|); NaN if either side has one, x/0 is inf."""
+    """Max |c - r| / (atol + rtol |r|); NaN if either side has one, x/0 is inf.
+
+    An infinity that r rounds to is no error.
+    """
     c, r = candidate.to(torch.float64), reference.to(torch.float64)
-    error = torch.where(c == r, 0.0, (c - r).abs())
-    share = torch.where(error == 0, 0.0, error / (atol + rtol * r.abs()))
+    legal = (c == r) | (c.isinf() & (candidate == round_to(reference, candidate.dtype)))
+    error = (c - r).abs()
+    share = torch.where(legal | (error == 0), 0.0, error / (atol + rtol * r.abs()))
     return math.nan if bool(share.isnan().any()) else float(share.max())
 
 
 def share_of_limits(stats: Mapping[str, Any], limits: Limits) -> tuple[float, str]:
     """Largest value / bound over the gated statistics, and which one; NaN wins.
 
-    0/0 is 0: a bound of zero is met by zero only.
+    It is at most 1 if and only if every value <= its bound. 0/0 is 0: a bound of zero is met by
+    zero only.
     """
-    shares: dict[str, float] = {}
-    for name, bound in limits.bounds.items():
-        value = float(stats[name])
-        if value == 0:
-            shares[name] = 0.0
-        elif math.isnan(value) or math.isnan(bound):
-            return math.nan, name
-        else:
-            shares[name] = value / bound if bound > 0 else math.inf
-    worst = max(shares, key=lambda name: shares[name])
+    shares = {name: _share(float(stats[name]), bound) for name, bound in limits.bounds.items()}
+    worst = max(shares, key=lambda name: (math.isnan(shares[name]), shares[name]))
     return shares[worst], worst
+
+
+def _share(value: float, bound: float) -> float:
+    if value <= bound:  # also where both are infinite
+        return value / bound if 0 < bound < math.inf else 0.0
+    return value / bound if bound > 0 else math.nan if math.isnan(value + bound) else math.inf
 
 
 def accepts_zeros(stats: ErrorStats, limits: Limits) -> bool:

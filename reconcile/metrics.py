@@ -1,7 +1,8 @@
 """Error statistics of one (candidate, reference) pair; no limits and no verdicts here.
 
-Everything is computed in float64 (ulps in integers), over chunks of rows whose partial sums
-are added exactly, so that the result does not depend on the order of the chunks.
+Everything is computed in float64 (ulps in integers). The sum over a row is numpy's pairwise
+sum, the sum over rows is exact; so the result depends neither on the size of the chunks, nor on
+their order, nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from reconcile.rounding import bit_view, code_order, round_to
+from reconcile.rounding import bitwise_equal, code_order, round_to
 
 CHUNK = 1 << 20
 """Elements per chunk; bounds the temporaries to a few dozen MB."""
 WORST = 5
 """How many of the worst rows and columns are kept."""
+CANDIDATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes whose codes are in the order of their values; convert others first."""
 
 Index = tuple[int, ...]
 
@@ -50,6 +54,7 @@ class ErrorStats:
     max_abs: float
     """max |c - r|."""
     max_abs_index: Index | None
+    """The first such element; None where no pair is finite."""
     max_abs_candidate: float
     max_abs_reference: float
     max_rel: float
@@ -97,7 +102,7 @@ def error_stats(candidate: Tensor, reference: Tensor) -> ErrorStats:
         reference: the same shape, floating point; the only one that divides.
 
     Raises:
-        ValueError: shapes differ (nothing is broadcast), nothing to compare, or no float dtype.
+        ValueError: shapes differ (nothing is broadcast), nothing to compare, or another dtype.
 
     >>> x = torch.tensor([3.0, 4.0])
     >>> error_stats(2 * x, x).nmse, error_stats(x, 2 * x).nmse
@@ -109,9 +114,10 @@ def error_stats(candidate: Tensor, reference: Tensor) -> ErrorStats:
         )
     if candidate.numel() == 0:
         raise ValueError(f"nothing to compare: shape {list(candidate.shape)}")
-    if not (candidate.is_floating_point() and reference.is_floating_point()):
+    if candidate.dtype not in CANDIDATE_DTYPES or not reference.is_floating_point():
         raise ValueError(
-            f"expected floating-point tensors, got {candidate.dtype} and {reference.dtype}"
+            f"expected a candidate in one of {', '.join(map(str, CANDIDATE_DTYPES))} and a "
+            f"floating-point reference, got {candidate.dtype} and {reference.dtype}"
         )
     total = _Accumulator(candidate.shape[-1] if candidate.dim() else 1)
     for start, c, r in _row_chunks(candidate.detach(), reference.detach()):
@@ -125,7 +131,7 @@ def _row_chunks(candidate: Tensor, reference: Tensor) -> Iterator[tuple[int, Ten
     rows = max(1, CHUNK // columns)
     for start in range(0, c.shape[0], rows):
         stop = start + rows
-        yield start, c[start:stop].cpu(), r[start:stop].cpu()
+        yield start, c[start:stop].cpu().contiguous(), r[start:stop].cpu().contiguous()
 
 
 class _Accumulator:
@@ -151,6 +157,7 @@ class _Accumulator:
         rounded = round_to(r, c.dtype)
         self._nonfinite(start, c, rounded)
         finite = c.isfinite() & rounded.isfinite()
+        self.counts["finite"] += int(finite.sum())
         c64 = torch.where(finite, c.to(torch.float64), 0.0)
         r64 = torch.where(finite, r.to(torch.float64), 0.0)
         self._values(start, c64, r64, finite)
@@ -169,29 +176,24 @@ class _Accumulator:
         if found and self.first_mismatch is None:
             self.first_mismatch = start * self.columns + int(mismatch.flatten().int().argmax())
         self.counts["nonfinite_mismatch"] += found
-        self.bitwise &= torch.equal(bit_view(c.contiguous()), bit_view(rounded.contiguous()))
+        self.bitwise &= bitwise_equal(c, rounded)
 
     def _values(self, start: int, c: Tensor, r: Tensor, finite: Tensor) -> None:
         error = c - r
         size, amount = error.abs(), r.abs()
         offset = start * self.columns
-        self.max_abs.update(size, offset, c, r)
-        relative = torch.where(amount > 0, size / amount, 0.0)
-        self.max_rel.update(relative, offset, c, r)
-        row_error, row_power = (error * error).sum(1), (r * r).sum(1)
-        for name, value in (
-            ("abs", size.sum()),
-            ("error", row_error.sum()),
-            ("power", row_power.sum()),
-            ("candidate", (c * c).sum()),
-            ("dot", (c * r).sum()),
+        self.max_abs.update(torch.where(finite, size, -1.0), offset, c, r)
+        self.max_rel.update(torch.where(amount > 0, size / amount, -1.0), offset, c, r)
+        row_error, row_power = _row_sums(error * error), _row_sums(r * r)
+        for name, rows in (
+            ("abs", _row_sums(size)),
+            ("error", row_error),
+            ("power", row_power),
+            ("candidate", _row_sums(c * c)),
+            ("dot", _row_sums(c * r)),
         ):
-            self.sums.setdefault(name, []).append(float(value))
-        ratios = _ratio(row_error, row_power)
-        worst = ratios.topk(min(WORST, ratios.numel()))
-        self.row_nmse += [
-            (start + int(i), float(v)) for v, i in zip(worst.values, worst.indices, strict=True)
-        ]
+            self.sums.setdefault(name, []).extend(_exact(rows.tolist()))
+        self.row_nmse += [(start + i, v) for i, v in _worst(_ratio(row_error, row_power))]
         self.column_max = torch.maximum(self.column_max, size.amax(0))
         self.amax = max(self.amax, float(amount.max()))
         if bool(finite.any()):
@@ -204,21 +206,21 @@ class _Accumulator:
 
     def _ulps(self, c: Tensor, rounded: Tensor, r: Tensor, finite: Tensor) -> None:
         ahead, behind = code_order(c), code_order(rounded)
-        if c.dtype == torch.float64:  # places of opposite sign can be more than 2^63 apart
-            ahead, behind = ahead.double(), behind.double()
-        places = ahead - behind
-        distance = torch.where(finite, places, 0)
-        self.max_ulp = max(self.max_ulp, int(distance.abs().max()))
-        self.counts["over_1ulp"] += int((distance.abs() > 1).sum())
-        signed = torch.sign(r) * distance.clamp(-1, 1).double()
-        self.sums.setdefault("bias", []).append(float(signed.sum()))
+        # below 2^64, so exact modulo 2^64: a negative int64 stands for itself + 2^64
+        distance = torch.maximum(ahead, behind) - torch.minimum(ahead, behind)
+        distance = torch.where(finite, distance, 0)
+        wrapped = distance[distance < 0]
+        largest = int(wrapped.max()) + 2**64 if wrapped.numel() else int(distance.max())
+        self.max_ulp = max(self.max_ulp, largest)
+        self.counts["over_1ulp"] += int(((distance > 1) | (distance < 0)).sum())
+        side = (ahead > behind).to(torch.int8) - (ahead < behind).to(torch.int8)
+        self.counts["bias"] += int(torch.where(finite, side * r.sign(), 0).sum())
 
     def result(self, shape: Index) -> ErrorStats:
         """The statistics of everything that was added."""
-        total = {name: math.fsum(values) for name, values in self.sums.items()}
-        counts, n = self.counts, self.counts["n"]
-        rows = sorted(self.row_nmse, key=lambda pair: (-pair[1], pair[0]))[:WORST]
-        columns = self.column_max.topk(min(WORST, self.columns))
+        total = {name: _sum(values) for name, values in self.sums.items()}
+        counts, n, finite = self.counts, self.counts["n"], max(1, self.counts["finite"])
+        rows = sorted(self.row_nmse, key=lambda pair: (-_nan_first(pair[1]), pair[0]))[:WORST]
         norm = math.sqrt(total["candidate"]) * math.sqrt(total["power"])
         return ErrorStats(
             n=n,
@@ -236,39 +238,70 @@ class _Accumulator:
             max_abs_reference=self.max_abs.reference,
             max_rel=self.max_rel.value,
             max_rel_index=_index(self.max_rel.place, shape),
-            mean_abs=total["abs"] / n,
-            rmse=math.sqrt(total["error"] / n),
+            mean_abs=total["abs"] / finite,
+            rmse=math.sqrt(total["error"] / finite),
             nmse=nmse(total["error"], total["power"]),
             worst_row_nmse=rows[0][1],
             cosine=min(1.0, max(-1.0, total["dot"] / norm)) if norm > 0 else math.nan,
-            bias=total["bias"] / n,
+            bias=counts["bias"] / finite,
             max_ulp=self.max_ulp,
-            frac_over_1ulp=counts["over_1ulp"] / n,
+            frac_over_1ulp=counts["over_1ulp"] / finite,
             reference_amax=self.amax,
             reference_constant=self.lowest >= self.highest,
             histogram=tuple(sorted(self.histogram.items())),
             worst_rows=tuple(rows),
-            worst_columns=tuple(
-                (int(i), float(v)) for v, i in zip(columns.values, columns.indices, strict=True)
-            ),
+            worst_columns=_worst(self.column_max),
             shape=shape,
         )
 
 
 class _Maximum:
-    """The largest value so far, its flat place, and both sides there."""
+    """The largest value that is not negative, its first flat place, and both sides there."""
 
     def __init__(self) -> None:
-        self.value, self.place = 0.0, 0
+        self.value = 0.0
+        self.place: int | None = None
         self.candidate = self.reference = math.nan
 
     def update(self, values: Tensor, offset: int, c: Tensor, r: Tensor) -> None:
         place = int(values.argmax())
         value = float(values.flatten()[place])
-        if value > self.value or math.isnan(self.candidate):
+        if value > self.value or (self.place is None and value == 0):
             self.value, self.place = value, offset + place
             self.candidate = float(c.flatten()[place])
             self.reference = float(r.flatten()[place])
+
+
+def _row_sums(values: Tensor) -> Tensor:
+    """Pairwise sums [R] over the rows of a contiguous [R, C], whatever R and the threads."""
+    return torch.from_numpy(np.add.reduce(values.numpy(), axis=1))
+
+
+def _exact(values: list[float]) -> list[float]:
+    """Few numbers with exactly the same sum (each is what rounding took from the one before)."""
+    parts: list[float] = []
+    while (part := _sum(values)) != 0 and math.isfinite(part):
+        parts.append(part)
+        values.append(-part)
+    return parts if part == 0 else [part]
+
+
+def _sum(values: list[float]) -> float:
+    """The exact sum, rounded once; the plain sum where it overflows."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
+
+
+def _worst(values: Tensor) -> tuple[tuple[int, float], ...]:
+    """The `WORST` largest of a vector with their places, NaN first, the first of equals first."""
+    found = values.sort(descending=True, stable=True)
+    return tuple(zip(found.indices[:WORST].tolist(), found.values[:WORST].tolist(), strict=True))
+
+
+def _nan_first(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def nmse(error: float, power: float) -> float:
@@ -285,12 +318,13 @@ def _ratio(error: Tensor, power: Tensor) -> Tensor:
 def worst_elements(candidate: Tensor, reference: Tensor, count: int = 10) -> list[list[Any]]:
     """The elements with the largest |c - r|, NaN first: [index, c, r, c - r] each."""
     c, r = candidate.to(torch.float64), reference.to(torch.float64)
-    error = torch.where((c == r) | (c.isnan() & r.isnan()), 0.0, c - r)
+    legal = (c == r) | (c.isinf() & (candidate == round_to(reference, candidate.dtype)))
+    error = torch.where(legal | (c.isnan() & r.isnan()), 0.0, c - r)
     size = torch.where(error.isnan(), torch.inf, error.abs()).flatten()
-    places = size.topk(min(count, size.numel())).indices
+    places = size.sort(descending=True, stable=True).indices[:count].tolist()
     return [
         [
-            list(_index(int(place), tuple(c.shape)) or ()),
+            list(_index(place, tuple(c.shape)) or ()),
             *(float(side.flatten()[place]) for side in (c, r, error)),
         ]
         for place in places

@@ -236,7 +236,7 @@ class Report:
         """FAIL if any row fails; PASS only if everything was compared and passed."""
         if any(row.verdict is Verdict.FAIL for row in self.rows):
             return Verdict.FAIL
-        if self.required_not_run or not self._covered or not self.rows:
+        if self.required_not_run or not self.covered or not self.rows:
             return Verdict.INCONCLUSIVE
         if all(
             row.verdict is Verdict.PASS or index in self.allowed_rows
@@ -246,7 +246,8 @@ class Report:
         return Verdict.INCONCLUSIVE
 
     @property
-    def _covered(self) -> bool:
+    def covered(self) -> bool:
+        """Whether enough of the expected modules were compared, and there are any."""
         coverage = self.coverage
         return (
             coverage.expected > 0
@@ -315,10 +316,9 @@ class Report:
             ),
             "counts": self.counts(),
         }
-        fields = _REPORT.dump_python(self, mode="json")
-        fields["rows"] = [_row_record(row) for row in self.rows]
-        fields["allowed_rows"] = sorted(self.allowed_rows)
-        return body | fields
+        fields: dict[str, Any] = _spell_floats(_REPORT.dump_python(self, exclude={"rows"}))
+        rows = [_row_record(row) for row in self.rows]
+        return body | fields | {"rows": rows, "allowed_rows": sorted(self.allowed_rows)}
 
     @classmethod
     def from_dict(cls, body: dict[str, Any]) -> Report:

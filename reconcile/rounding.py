@@ -40,6 +40,8 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def bit_view(x: Tensor) -> Tensor:
     """The bits of a tensor as integers of the same width; other dtypes as bytes or unchanged."""
+    if x.dtype.is_complex:
+        return bit_view(torch.view_as_real(x.resolve_conj()))
     if x.dtype in _BITS:
         return x.view(_BITS[x.dtype])
     return x.view(torch.uint8) if x.dtype.is_floating_point else x
@@ -68,8 +70,9 @@ def code_order(x: Tensor) -> Tensor:
 def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
     """The representable values next below and next above each x, as float64.
 
-    Where that would be an infinity, the power of two that follows the largest finite value is
-    returned: half-way to it is where IEEE 754 rounding to infinity begins. NaN gives NaN.
+    An infinity counts as the power of two that follows the largest finite value: half-way to
+    it is where IEEE 754 rounding to infinity begins. Beyond it there is nothing, so it is its
+    own neighbour there. NaN gives NaN.
     """
     order = code_order(x)
     return _value_at(order - 1, x), _value_at(order + 1, x)
@@ -78,11 +81,11 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
 def _value_at(order: Tensor, like: Tensor) -> Tensor:
     """The float64 values at these places of ``like``'s dtype's order of codes."""
     ints = _BITS[like.dtype]
+    last = int(code_order(torch.tensor(math.inf, dtype=like.dtype)))
+    order = order.clamp(-last, last)
     bits = torch.where(order < 0, torch.iinfo(ints).min - order, order)
     values = bits.to(ints).view(like.dtype).to(torch.float64)
-    values = torch.where(like.isnan(), torch.nan, values)
     emax = math.frexp(torch.finfo(like.dtype).max)[1]
     over = math.ldexp(1.0, emax) if emax < 1024 else math.inf
-    return torch.where(
-        values.isinf() | like.isinf(), torch.copysign(torch.full_like(values, over), values), values
-    )
+    values = torch.where(values.isinf(), values.sign() * over, values)
+    return torch.where(like.isnan(), torch.nan, values)

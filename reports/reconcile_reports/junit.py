@@ -69,7 +69,7 @@ def _run_properties(report: Report) -> dict[str, str]:
 def _finding_type(report: Report) -> str:
     if not report.rows:
         return "not_compared"
-    return "coverage" if not summary.coverage_met(report) else "not_run"
+    return "coverage" if not report.covered else "not_run"
 
 
 def _suite(report: Report, name: str) -> ET.Element:

@@ -214,13 +214,6 @@ def first_divergence(report: Report) -> Row | None:
     return None if found is None else report.rows[found.row]
 
 
-def coverage_met(report: Report) -> bool:
-    """Whether enough of the expected modules were compared."""
-    coverage = report.coverage
-    needed = report.required_coverage * coverage.expected
-    return coverage.expected > 0 and coverage.compared >= needed
-
-
 def coverage_text(report: Report) -> str:
     """Coverage in one line."""
     coverage = report.coverage
@@ -239,7 +232,7 @@ def run_findings(report: Report) -> list[str]:
     findings = []
     if not report.rows:
         findings.append("nothing was compared")
-    if report.rows and not coverage_met(report):
+    if report.rows and not report.covered:
         findings.append(coverage_text(report))
     if report.required_not_run:
         names = ", ".join(map(one_line, report.required_not_run))

@@ -63,17 +63,34 @@ def test_run_on_the_embedded_case(cli):
     assert (body["schema"], body["verdict"], body["exit_code"]) == (1, "PASS", 0)
     assert body["first_divergence"] is None
     assert body["coverage"] == {"expected": 42, "compared": 42, "missing": []}
-    by_level = {level: [r for r in body["rows"] if r["level"] == level] for level in
-                ("op", "module", "model")}
+    by_level = {
+        level: [r for r in body["rows"] if r["level"] == level]
+        for level in ("op", "module", "model")
+    }
     assert len({r["tap"] for r in by_level["op"]}) == 42
     assert len(by_level["op"]) >= 42
     assert len({r["tap"] for r in by_level["module"] if r["check"] == "isolated"}) >= 6
     assert {"logits", "top10", "kl"} <= {r["check"] for r in by_level["model"]}
     assert {r["execution"] for r in body["rows"]} == {"emulated"}
     assert {r["engine"] for r in body["rows"]} == {"cuda-on-cpu"}
-    keys = {"level", "tap", "check", "shape", "pass", "kernel", "engine", "implementation",
-            "execution", "fidelity", "verdict", "reason", "stats", "limits", "utilisation",
-            "diagnosis"}
+    keys = {
+        "level",
+        "tap",
+        "check",
+        "shape",
+        "pass",
+        "kernel",
+        "engine",
+        "implementation",
+        "execution",
+        "fidelity",
+        "verdict",
+        "reason",
+        "stats",
+        "limits",
+        "utilisation",
+        "diagnosis",
+    }
     assert all(keys <= set(row) for row in body["rows"])
     assert {r["shape"][0] for r in by_level["op"]} == {1, 64}
     suite = ElementTree.parse(latest / "junit.xml").getroot()
@@ -88,9 +105,10 @@ def test_capture_and_compare_give_the_rows_of_run(cli, tmp_path, kernel, code):
 
     assert cli("run", CASE, *options, "--out", "whole")[0] == code
     assert cli("capture", CASE, *options, "--side", "reference", "-o", "ref")[0] == 0
-    assert cli("capture", CASE, *options, "--side", "candidate", "--inputs", "ref", "-o", "cand")[
-        0
-    ] == 0
+    assert (
+        cli("capture", CASE, *options, "--side", "candidate", "--inputs", "ref", "-o", "cand")[0]
+        == 0
+    )
     assert cli("compare", "ref", "cand", "--out", "halves")[0] == code
 
     assert rows_of("halves") == rows_of("whole")
@@ -101,9 +119,10 @@ def test_compare_needs_neither_kernel_nor_model(cli, tmp_path, monkeypatch):
     shutil.copy(KERNELS, kernel)
     options = ["--kernel", f"{kernel}:clean", "--only", "model.layers.0.*"]
     assert cli("capture", CASE, *options, "--side", "reference", "-o", "ref")[0] == 0
-    assert cli("capture", CASE, *options, "--side", "candidate", "--inputs", "ref", "-o", "cand")[
-        0
-    ] == 0
+    assert (
+        cli("capture", CASE, *options, "--side", "candidate", "--inputs", "ref", "-o", "cand")[0]
+        == 0
+    )
     kernel.unlink()
     monkeypatch.setattr(registry, "model_source", lambda: pytest.fail("loaded a model"))
     monkeypatch.setattr(registry, "kernel", lambda *_: pytest.fail("loaded a kernel"))
@@ -121,7 +140,10 @@ def test_report_renders_again_and_explain_shows_the_worst_elements(cli):
 
     assert cli("report", "bad")[0] == 1
     assert {p.name for p in Path("bad").iterdir()} == {
-        "report.html", "junit.xml", "summary.md", "report.json"
+        "report.html",
+        "junit.xml",
+        "summary.md",
+        "report.json",
     }
     code, out, _ = cli("explain", "bad", "model.layers.3.mlp.down_proj")
     assert code == 0
@@ -186,7 +208,11 @@ DAMAGE = [
     ("missing scale", lambda t: t.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale"),
     ("unused tensor", lambda t: t.update(extra=torch.zeros(2)), "extra"),
     ("float weight", lambda t: t.update({f"{Q}.weight": torch.zeros(192, 192)}), Q),
-    ("wrong shape", lambda t: t.update({f"{Q}.weight": torch.zeros(192, 47, dtype=torch.uint8)}), Q),
+    (
+        "wrong shape",
+        lambda t: t.update({f"{Q}.weight": torch.zeros(192, 47, dtype=torch.uint8)}),
+        Q,
+    ),
     ("code 3", lambda t: t[f"{Q}.weight"][5, 7:8].fill_(0xC0), "[n=5, k=31]"),
     ("NaN scale", lambda t: t[f"{Q}.weight_scale"][3:4].fill_(torch.nan), "not finite"),
 ]
@@ -298,9 +324,21 @@ def test_a_trace_of_another_model(cli, tmp_path):
     assert not Path("c").exists()
 
     assert cli("capture", case, "--only", "*.0.mlp.*", "--side", "reference", "-o", "r2")[0] == 0
-    assert cli(
-        "capture", case, "--only", "*.0.mlp.*", "--side", "candidate", "--inputs", "r2", "-o", "c2"
-    )[0] == 0
+    assert (
+        cli(
+            "capture",
+            case,
+            "--only",
+            "*.0.mlp.*",
+            "--side",
+            "candidate",
+            "--inputs",
+            "r2",
+            "-o",
+            "c2",
+        )[0]
+        == 0
+    )
     code, _, err = cli("compare", "ref", "c2")
     assert code == 3
     assert "different checkpoints" in err
