@@ -192,8 +192,8 @@ def share_of_limits(stats: Mapping[str, Any], limits: Limits) -> tuple[float, st
 
 
 def _share(value: float, bound: float) -> float:
-    if value <= bound:  # also where both are infinite
-        return value / bound if 0 < bound < math.inf else 0.0
+    if value <= bound:
+        return value / bound if 0 < bound < math.inf else float(value == math.inf)
     return value / bound if bound > 0 else math.nan if math.isnan(value + bound) else math.inf
 
 

@@ -201,7 +201,7 @@ class _Accumulator:
             self.lowest = min(self.lowest, float(values.min()))
             self.highest = max(self.highest, float(values.max()))
         exponents = torch.frexp(size[size > 0]).exponent
-        bins, counts = exponents.unique(return_counts=True)
+        bins, counts = np.unique(exponents.numpy(), return_counts=True)
         self.histogram.update(dict(zip(bins.tolist(), counts.tolist(), strict=True)))
 
     def _ulps(self, c: Tensor, rounded: Tensor, r: Tensor, finite: Tensor) -> None:

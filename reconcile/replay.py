@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import deterministic
 
 from reconcile.kernel import Engine, Kernel
 from reconcile.report import Reason
@@ -78,7 +77,8 @@ class Prepared:
         returns its own workspace cannot change it later.
         """
         given = x.clone()
-        before = _digest(self.prepared)
+        before = _tensors(self.prepared, self.bias)
+        kept = [tensor.clone() for tensor in before]
         try:
             with poisoned_memory() if poison else _plain_memory(x, self.n):
                 y = self.kernel.apply(given, self.prepared, self.bias)
@@ -86,7 +86,7 @@ class Prepared:
             return Call(
                 output=None,
                 reason=Reason.NOT_RUN,
-                text=f"declined x {list(x.shape)}: {error or 'NotImplementedError'}",
+                text=f"declined x {list(x.shape)}: {str(error) or type(error).__name__}",
             )
         except Exception as error:  # noqa: BLE001 - a kernel may raise anything
             return Call(
@@ -101,8 +101,8 @@ class Prepared:
             changed = int((bit_view(given) != bit_view(x)).sum())
             text = f"changed {changed} of {x.numel()} elements of its input"
             return Call(output=call.output, reason=Reason.INPUT_MUTATED, text=text)
-        if _digest(self.prepared) != before:
-            text = "changed its prepared weight"
+        if not all(map(bitwise_equal, before, kept)):
+            text = "changed its prepared weight or its bias"
             return Call(output=call.output, reason=Reason.INPUT_MUTATED, text=text)
         return call
 
@@ -168,6 +168,7 @@ def poisoned_memory() -> Iterator[None]:
     This is torch's own deterministic fill, so it reaches allocations in C++ too. Recycled
     memory would otherwise often hold the right old value.
     """
+    deterministic: Any = torch.utils.deterministic
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = deterministic.fill_uninitialized_memory
@@ -191,14 +192,11 @@ def _plain_memory(x: Tensor, n: int) -> Iterator[None]:
     yield
 
 
-def _digest(prepared: object) -> tuple[int, ...]:
-    """Position-weighted sums over the bits of every tensor in a prepared weight."""
-    sums: list[int] = []
-
-    def add(_: str, tensor: Tensor) -> None:
-        bits = bit_view(tensor.detach().contiguous()).reshape(-1).to(torch.int64)
-        places = torch.arange(1, bits.numel() + 1, device=bits.device)
-        sums.append(int((bits * places).sum()))
-
-    visit_tensors(prepared, "prepared", add)
-    return tuple(sums)
+def _tensors(*values: object) -> list[Tensor]:
+    """Every tensor in the values, also among the attributes of plain objects."""
+    found: list[Tensor] = []
+    for value in values:
+        attributes = getattr(value, "__dict__", {})
+        for place in (value, attributes):
+            visit_tensors(place, "", lambda _, tensor: found.append(tensor.detach()))
+    return found

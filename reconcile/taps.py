@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,21 +16,34 @@ from torch import Tensor, nn
 
 from reconcile.exceptions import TapError, nearest
 from reconcile.rounding import bit_view, round_to
-from reconcile.trace import Store, Tap, Trace, TraceMemory, visit_tensors
+from reconcile.trace import Store, Tap, Trace, TraceMemory, TraceWriter, visit_tensors
 
 
 @contextmanager
 def taps(
-    model: nn.Module, patterns: Sequence[str] = ("*",), *, inputs: bool = True
+    model: nn.Module,
+    patterns: str | Sequence[str] = ("*",),
+    *,
+    inputs: bool = True,
+    to: Path | str | None = None,
 ) -> Iterator[Trace]:
     """Record inputs and outputs of the matching modules during every call of ``model``.
 
     Each call of the model is one pass. Inputs are copied before the call, outputs after it.
     The hooks are removed whatever happens in the block.
 
+    Args:
+        model: the model that the block calls.
+        patterns: globs over module paths; "" is the model itself. Containers that are never
+            called (`nn.ModuleList`) do not count.
+        inputs: whether inputs are recorded too.
+        to: a directory to which the tensors are written as they come, instead of being kept in
+            memory. The trace has its passes after the block; nothing is left if that raises.
+
     Raises:
         TapError: a pattern matches no module, a tapped module never ran, no pass was recorded,
             or a capture was rewritten before the block ended.
+        TraceError: ``to`` holds a trace already or cannot be written.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True))
     >>> with taps(model, ["0"]) as trace:
@@ -36,32 +51,57 @@ def taps(
     >>> list(trace.passes[0].tensors)
     ['0:in0', '0:out']
     """
-    store = TraceMemory()
-    recorder = Recorder(model, match_modules(model, patterns), store, inputs=inputs)
-    with recorder:
-        yield store.trace
-    if not store.trace.passes:
-        raise TapError("no pass was recorded: the model was not called inside the block")
-    recorder.require_all_fired()
-    if rewritten := store.verify():
-        raise TapError(f"captures were rewritten after they were taken: {', '.join(rewritten)}")
+    modules = match_modules(model, [patterns] if isinstance(patterns, str) else patterns)
+    if to is None:
+        memory = TraceMemory()
+        with Recorder(model, modules, memory, inputs=inputs) as recorder:
+            yield memory.trace
+        recorder.require_all_fired()
+        if rewritten := memory.verify():
+            raise TapError(f"captures were rewritten after they were taken: {rewritten[:5]}")
+        return
+    trace = Trace()
+    with TraceWriter(to) as writer:
+        with Recorder(model, modules, writer, inputs=inputs) as recorder:
+            yield trace
+        recorder.require_all_fired()
+        writer.finish(trace.provenance, trace.facts)
+    trace.passes = Trace.load(to).passes
 
 
 def match_modules(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     """Paths of the modules that match any of the globs, in the model's order.
 
+    A module that the model holds under several names is listed once, under the first that
+    matches.
+
     Raises:
-        TapError: a pattern that matches nothing, with the nearest path.
+        TapError: a pattern that matches nothing, with the nearest path, or only containers.
     """
-    names = [name for name, _ in model.named_modules()]
+    modules = dict(model.named_modules(remove_duplicate=False))
     chosen: set[str] = set()
     for pattern in patterns:
-        found = {name for name in names if fnmatchcase(name, pattern)}
+        matches = re.compile(translate(pattern)).match
+        found = {pattern} & modules.keys() or {name for name in modules if matches(name)}
         if not found:
-            known = {".".join(name.split(".")[:3]) for name in names if name}
+            known = {".".join(name.split(".")[:3]) for name in modules if name}
             raise TapError(f"no module matches {pattern!r}: {nearest(pattern, known)}")
-        chosen |= found
-    return tuple(name for name in names if name in chosen)
+        called = {name for name in found if _is_called(modules[name])}
+        if not called:
+            raise TapError(f"{pattern!r} matches only containers, which are never called")
+        chosen |= called
+    if not chosen:
+        raise TapError("no pattern was given: nothing would be recorded")
+    first: dict[nn.Module, str] = {}
+    for name, module in modules.items():
+        if name in chosen:
+            first.setdefault(module, name)
+    return tuple(first.values())
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module has a ``forward``; containers such as `nn.ModuleList` have none."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 class Recorder:
@@ -75,6 +115,7 @@ class Recorder:
         self, model: nn.Module, modules: Iterable[str], store: Store, *, inputs: bool = True
     ) -> None:
         self.kind = "chained"
+        self.passes = 0
         self.fired: Counter[str] = Counter()
         self._model = model
         self._modules = tuple(modules)
@@ -108,7 +149,12 @@ class Recorder:
         return tuple(name for name in self._modules if not self.fired[name])
 
     def require_all_fired(self) -> None:
-        """TapError naming the tapped modules that never ran."""
+        """TapError if no pass was recorded, or naming the tapped modules that never ran."""
+        if not self.passes:
+            raise TapError(
+                "no pass was recorded: the block must call the model itself, as model(...), and "
+                "not a wrapper that torch.compile made of it"
+            )
         if silent := self.unreached():
             raise TapError(
                 f"{len(silent)} of {len(self._modules)} tapped modules never ran: "
@@ -124,14 +170,11 @@ class Recorder:
     def _end(self, *_: object) -> None:
         self._recording = False
         self._store.end()
+        self.passes += 1
 
     def _before(self, name: str) -> Any:  # noqa: ANN401 - torch's hook type
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not self._recording:
-                raise TapError(
-                    f"{name} ran outside a call of the model: call model(...), not "
-                    "model.forward(...), so that passes can be told apart"
-                )
+            self._require_pass(name)
             for index, value in enumerate(args):
                 visit_tensors(value, f"in{index}", self._putter(name))
             visit_tensors(kwargs, "in", self._putter(name))
@@ -140,11 +183,19 @@ class Recorder:
 
     def _after(self, name: str) -> Any:  # noqa: ANN401 - torch's hook type
         def hook(_: nn.Module, __: tuple[Any, ...], output: object) -> None:
+            self._require_pass(name)
             visit_tensors(output, "out", self._putter(name))
             self._calls[name] += 1
             self.fired[name] += 1
 
         return hook
+
+    def _require_pass(self, name: str) -> None:
+        if not self._recording:
+            raise TapError(
+                f"{name} ran outside a call of the model: call model(...), not "
+                "model.forward(...), so that passes can be told apart"
+            )
 
     def _putter(self, name: str) -> Any:  # noqa: ANN401 - a local function
         call = self._calls[name]

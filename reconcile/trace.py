@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import IO, Any, ClassVar, Protocol, Self
+from weakref import finalize
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -35,18 +38,27 @@ _SAFETENSORS_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+_ESCAPES = str.maketrans({"%": "%25", ":": "%3A", "#": "%23"})
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Tap:
     """A named point of a model: module path, port, and which call within one pass.
+
+    As text, a colon, hash or percent sign inside a name is written ``%3A``, ``%23``, ``%25``.
 
     >>> str(Tap("model.layers.3.mlp", "out")), Tap.parse("a.b:in0#2")
     ('model.layers.3.mlp:out', Tap(module='a.b', port='in0', call=2))
@@ -61,16 +73,22 @@ class Tap:
 
     def __str__(self) -> str:
         """``module:port``, with ``#call`` from the second call on."""
-        return f"{self.module}:{self.port}" + (f"#{self.call}" if self.call else "")
+        text = f"{self.module.translate(_ESCAPES)}:{self.port.translate(_ESCAPES)}"
+        return f"{text}#{self.call}" if self.call else text
 
     @classmethod
     def parse(cls, text: str) -> Tap:
         """The tap that ``str`` wrote; TraceError without a port."""
-        module, colon, rest = text.partition(":")
-        port, _, call = rest.partition("#")
-        if not colon or not port or not (call or "0").isdigit():
+        module, _, rest = text.partition(":")
+        port, hashed, call = rest.partition("#")
+        number = call if hashed else "0"
+        if not port or ":" in port or not (number.isascii() and number.isdigit()):
             raise TraceError(f"expected a tap module:port or module:port#call, got {text!r}")
-        return cls(module, port, int(call or 0))
+        return cls(_unescaped(module), _unescaped(port), int(number))
+
+
+def _unescaped(text: str) -> str:
+    return text.replace("%3A", ":").replace("%23", "#").replace("%25", "%")
 
 
 @dataclass(slots=True)
@@ -135,7 +153,7 @@ class Trace:
                 passes=passes,
                 facts=manifest["facts"],
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"{root / 'manifest.json'}: incomplete manifest: {error}") from error
 
 
@@ -152,6 +170,90 @@ class Store(Protocol):
         """Close the pass."""
 
 
+class _Arena:
+    """Memory for copies, cut from blocks that serve again once no tensor lies in them.
+
+    Fresh pages cost several times what the copy into them does. Each tensor still has a storage
+    of its own, no longer than itself.
+    """
+
+    BLOCK = 8 << 20
+    """Bytes; a larger tensor gets a multiple."""
+    KEPT = 512 << 20
+    """Bytes of free blocks that are kept at most."""
+    _free: ClassVar[defaultdict[int, list[np.ndarray[Any, Any]]]] = defaultdict(list)
+
+    def __init__(self) -> None:
+        self._block = np.empty(0, np.uint8)
+        self._raw = torch.from_numpy(self._block)
+        self._used = 0
+
+    def take(self, source: Tensor) -> _Copy:
+        """Copy the tensor."""
+        size = source.numel() * source.element_size()
+        start = -(-self._used // 64) * 64
+        if start + size > self._block.nbytes:
+            self._block, start = self._lease(-(-size // self.BLOCK) * self.BLOCK), 0
+            self._raw = torch.from_numpy(self._block)
+        self._used = start + size
+        copy = _Copy(self._block, self._raw, start, size, source.dtype, source.shape)
+        copy.view().copy_(source)
+        copy.sample = copy.sampled()
+        return copy
+
+    @classmethod
+    def _lease(cls, size: int) -> np.ndarray[Any, Any]:
+        free = cls._free[size]
+        block = free.pop() if free else np.empty(size, np.uint8)
+        lease = block.view()  # an object whose end tells that no tensor needs the block
+        finalize(lease, cls._release, block).atexit = False
+        return lease
+
+    @classmethod
+    def _release(cls, block: np.ndarray[Any, Any]) -> None:
+        if sum(size * len(blocks) for size, blocks in cls._free.items()) < cls.KEPT:
+            cls._free[block.nbytes].append(block)
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """One copied tensor in a block; a tensor object is made of it only when the pass ends.
+
+    (Small objects that outlive a layer would lie between the model's own large buffers and keep
+    the allocator from using those again.)
+    """
+
+    block: np.ndarray[Any, Any]
+    raw: Tensor
+    """The block as a tensor."""
+    start: int
+    size: int
+    dtype: torch.dtype
+    shape: torch.Size
+    sample: bytes = b""
+
+    SAMPLES: ClassVar[int] = 32
+
+    def view(self) -> Tensor:
+        """A passing view of the copy."""
+        raw = self.raw[self.start : self.start + self.size]
+        return raw.view(self.dtype).view(self.shape)
+
+    def tensor(self) -> Tensor:
+        """The copy as a tensor with a storage of its own."""
+        if not self.size:
+            return torch.empty(self.shape, dtype=self.dtype)
+        count = self.size // self.dtype.itemsize
+        flat = torch.frombuffer(self.block, dtype=self.dtype, count=count, offset=self.start)
+        return flat.view(self.shape)
+
+    def sampled(self) -> bytes:
+        """Bits of some elements."""
+        words = self.block[self.start : self.start + self.size]
+        words = words.view(np.uint32) if self.size % 4 == 0 else words
+        return words[:: max(1, len(words) // self.SAMPLES)].tobytes()
+
+
 class TraceMemory:
     """Keeps copies in memory.
 
@@ -161,15 +263,14 @@ class TraceMemory:
     and again in `verify`, so that a copy which somebody rewrote is found.
     """
 
-    SAMPLES = 64
-
     def __init__(self) -> None:
         self.trace = Trace()
-        self._tensors: dict[str, Tensor] = {}
+        self._arena = _Arena()
+        self._tensors: dict[str, _Copy] = {}
         self._strides: dict[str, tuple[int, ...]] = {}
         self._open: tuple[str, str] | None = None
-        self._copies: dict[tuple[Any, ...], Tensor] = {}
-        self._samples: list[tuple[str, Tensor, Tensor]] = []
+        self._copies: dict[tuple[Any, ...], _Copy] = {}
+        self._taken: list[tuple[str, _Copy]] = []
 
     def begin(self, key: str, kind: str) -> None:
         """Open a pass; one that was left open (the model raised) is dropped."""
@@ -178,13 +279,14 @@ class TraceMemory:
 
     def put(self, tap: str, tensor: Tensor, stride: tuple[int, ...] | None = None) -> None:
         """Copy ``tensor`` to the CPU, or share the equal copy that another tap has."""
-        source = tensor.detach()
+        if self._open is None or tap in self._tensors:
+            raise TraceError(f"{tap}: recorded twice in one pass, or outside one")
+        source = tensor.detach().resolve_conj().resolve_neg()
         place = (source.data_ptr(), source.shape, source.stride(), source.dtype, source.device)
         copy = self._copies.get(place)
-        if copy is None or not torch.equal(bit_view(copy), bit_view(source)):
-            copy = torch.empty(source.shape, dtype=source.dtype).copy_(source)
-            self._copies[place] = copy
-            self._samples.append((tap, copy, self._sample(copy)))
+        if copy is None or not _same_bits(copy.view(), source):
+            copy = self._copies[place] = self._arena.take(source)
+            self._taken.append((tap, copy))
         self._tensors[tap] = copy
         self._strides[tap] = tuple(tensor.stride()) if stride is None else stride
 
@@ -192,31 +294,33 @@ class TraceMemory:
         """Append the pass to the trace."""
         if self._open is None:
             raise TraceError("no pass is open")
-        key, kind = self._open
-        self.trace.passes.append(Pass(key, kind, self._tensors, self._strides, meta or {}))
+        made = {id(copy): copy.tensor() for copy in self._tensors.values()}
+        tensors = {tap: made[id(copy)] for tap, copy in self._tensors.items()}
+        self.trace.passes.append(Pass(*self._open, tensors, self._strides, meta or {}))
         self._open = None
-        self._copies = {}
+        self._tensors, self._copies = {}, {}
 
     def verify(self) -> tuple[str, ...]:
         """Taps whose sampled bits are no longer those that were captured."""
-        return tuple(
-            tap
-            for tap, copy, sample in self._samples
-            if not torch.equal(self._sample(copy), sample)
-        )
+        return tuple(tap for tap, copy in self._taken if copy.sampled() != copy.sample)
 
-    def _sample(self, copy: Tensor) -> Tensor:
-        flat = bit_view(copy).view(-1)
-        return flat[:: max(1, flat.numel() // self.SAMPLES)].clone()
+
+def _same_bits(copy: Tensor, source: Tensor) -> bool:
+    return source.device == copy.device and torch.equal(bit_view(copy), bit_view(source))
 
 
 class TraceWriter:
-    """Writes passes to a directory as their tensors arrive."""
+    """Writes passes to a directory as their tensors arrive.
+
+    As a context manager it removes what it wrote unless `finish` was reached.
+    """
 
     def __init__(self, directory: Path | str) -> None:
         self.root = Path(directory)
         if (self.root / "manifest.json").exists():
             raise TraceError(f"{self.root} already holds a trace; give another directory")
+        self._made = not self.root.exists()
+        self._finished = False
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -236,9 +340,15 @@ class TraceWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Remove what was left unfinished."""
+        """Remove what was left unfinished: an open shard, and all of them without a manifest."""
         if self._shard is not None:
             self._shard.discard()
+        if self._finished:
+            return
+        for entry in self._entries:
+            (self.root / entry["shard"]).unlink(missing_ok=True)
+        if self._made and not any(self.root.iterdir()):
+            self.root.rmdir()
 
     def begin(self, key: str, kind: str) -> None:
         """Open the shard of a pass; one that was left open is removed."""
@@ -283,6 +393,7 @@ class TraceWriter:
             "passes": self._entries,
         }
         write_atomically(self.root / "manifest.json", json.dumps(body, indent=1) + "\n")
+        self._finished = True
 
 
 class _ShardWriter:
@@ -300,10 +411,12 @@ class _ShardWriter:
         """Append the tensor's bytes; TraceError for a dtype that safetensors lacks."""
         if tensor.dtype not in _SAFETENSORS_NAMES:
             raise TraceError(f"{name}: safetensors cannot store {tensor.dtype}")
+        if name in self._header:
+            raise TraceError(f"{name}: recorded twice in one pass")
         self._align(max(1, tensor.element_size()))
-        host = tensor.detach().cpu().contiguous()
-        data = host.reshape(-1).view(torch.uint8).numpy() if host.numel() else b""
-        self._append(name, _SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), memoryview(data))
+        host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        data = host.reshape(-1).view(torch.uint8).numpy().data if host.numel() else memoryview(b"")
+        self._append(name, _SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape), data)
 
     def _append(self, name: str, dtype: str, shape: list[int], data: memoryview) -> None:
         stop = self._offset + data.nbytes
@@ -367,7 +480,7 @@ class _LazyTensors(Mapping[str, Tensor]):
     def _opened(self) -> Any:  # noqa: ANN401 - safetensors ships no types
         try:
             return safe_open(str(self._path), framework="pt")
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise TraceError(f"{self._path}: missing, truncated or damaged: {error}") from error
 
     def __getitem__(self, tap: str) -> Tensor:
@@ -444,4 +557,4 @@ def visit_tensors(value: object, port: str, visit: Visitor) -> None:
             visit_tensors(item, f"{port}.{index}", visit)
     elif hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
         for name in value.__dataclass_fields__:
-            visit_tensors(getattr(value, name), f"{port}.{name}", visit)
+            visit_tensors(getattr(value, name, None), f"{port}.{name}", visit)

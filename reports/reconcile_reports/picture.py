@@ -84,7 +84,24 @@ def depth_picture(report: Report) -> Picture | None:
 
 
 def _chained(report: Report) -> dict[str, list[Point]]:
-    """By candidate, the largest nmse of each chained module output, in execution order."""
+    """By candidate, the largest nmse of each chained layer output, in execution order.
+
+    A layer is a numbered module. Blocks inside the layers are left out, unless nothing else was
+    recorded: their outputs are of another size than the residual stream's.
+    """
+    points = _chained_modules(report)
+    layers = {
+        name: [point for point in line if _is_layer(point.tap)] for name, line in points.items()
+    }
+    return layers if any(layers.values()) else points
+
+
+def _is_layer(tap: str) -> bool:
+    """Whether the tap's module is numbered: ``model.layers.3:out``."""
+    return tap.partition(":")[0].rpartition(".")[2].isdigit()
+
+
+def _chained_modules(report: Report) -> dict[str, list[Point]]:
     series: dict[str, dict[str, Point]] = {}
     for row in report.rows:
         value = real(row.stats.get("nmse"))
@@ -116,7 +133,7 @@ def _describe_chained(series: dict[str, list[Point]]) -> Iterator[str]:
         last = points[-1]
         worst = max(points, key=_order)
         yield (
-            f"nmse of {plural(len(points), 'chained module output')}"
+            f"nmse of {plural(len(points), 'chained output')}"
             f"{f' of {one_line(name)}' if name else ''}: "
             f"{number(points[0].value)} at {points[0].tap}, {number(last.value)} at {last.tap}, "
             f"largest {number(worst.value)} at {worst.tap}."

@@ -4,7 +4,8 @@ A correct kernel (float32 sums in another order) runs on random prompts of the P
 documentation; for each gated statistic the ratio to plain torch's own is collected.
 
     python tests/bench/false_alarms.py --runs 40 --prompts 4 --draws 4
-    python tests/bench/false_alarms.py --runs 100 --prompts 1 --draws 1    # one draw of one prompt
+    python tests/bench/false_alarms.py --runs 100 --prompts 1 --draws 1 \\
+        --factors max_abs=2,worst_row_nmse=4,kl_max=4    # one draw of the same prompt
 """
 
 import argparse
@@ -52,7 +53,11 @@ def main():
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--draws", type=int, default=capture_reference.DRAWS)
     parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--factors", default="", help="other factors, name=number,...")
     options = parser.parse_args()
+    for pair in filter(None, options.factors.split(",")):
+        name, _, number = pair.partition("=")
+        BASELINE_FACTORS[name] = float(number)
     capture_reference.DRAWS = options.draws
     generator = torch.Generator().manual_seed(options.seed)
     case = reconcile.load_case(registry.embedded_case()).with_candidate(kernel=KERNEL)
