@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from reconcile.contract import UNIT_ROUNDOFF
+from reconcile.limits import gamma
 from reconcile.linears import BaselineLinear, ReferenceLinear
 from reconcile.metrics import nmse
 from reconcile.model_metrics import model_stats
@@ -56,7 +57,10 @@ def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
             isolated = _isolate(plan, model, ops, chained, tokens)
             gains = _gains(plan, model, isolated, tokens)
             meta = _baseline(plan, baseline, chained, isolated, tokens)
-            chained.meta = meta["chained"] | {"gains": gains}
+            closure = {
+                str(Tap(module, "out")): _closes(op, module, chained) for module, op in ops.items()
+            }
+            chained.meta = meta["chained"] | {"gains": gains, "closure": closure}
             isolated.meta = meta["isolated"]
             trace.passes += [chained, isolated]
     trace.facts = {
@@ -64,6 +68,18 @@ def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
         "order": _op_order(plan, trace.passes[0]),
     }
     return trace
+
+
+def _closes(op: ReferenceLinear, module: str, chained: Pass) -> bool:
+    """Whether the reference op, on its captured input, gives its captured output.
+
+    The same operation on the same bits differs at most by the order of the library's sum.
+    """
+    x, y = (chained.tensors.get(str(Tap(module, port))) for port in ("in0", "out"))
+    if x is None or y is None:
+        return False
+    allowed = 2 * gamma(x.shape[-1], UNIT_ROUNDOFF[_name(op.dtype)], y.numel())
+    return bool(((op(x) - y).abs() <= allowed * op.magnitude(x)).all())
 
 
 def _isolate(
@@ -191,7 +207,7 @@ def _draw(
 
 def _dither(x: Tensor, noise: torch.Generator) -> Tensor:
     """X with a random relative error of one unit roundoff of its dtype."""
-    u = UNIT_ROUNDOFF[str(x.dtype).removeprefix("torch.")]
+    u = UNIT_ROUNDOFF[_name(x.dtype)]
     error = u * torch.randn(x.shape, generator=noise, dtype=torch.float64)
     return round_to(x.to(torch.float64) * (1 + error), x.dtype)
 
@@ -228,6 +244,10 @@ def _op_order(plan: Plan, chained: Pass) -> list[str]:
     order = [tap.module for tap in ran if tap.port == "in0" and tap.module in plan.modules]
     unique = list(dict.fromkeys(order))
     return unique + [module for module in plan.modules if module not in unique]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _rms(x: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,18 +66,18 @@ class Contract:
     """Pairs (largest M, contract): the arithmetic where it changes with the row count M."""
 
     def __post_init__(self) -> None:
-        """Reject dtypes that no bound is known for."""
+        """Reject what no bound is known for."""
         for field in ("accumulator", "partials", "output"):
-            if getattr(self, field) not in DTYPES:
-                raise ValueError(
-                    f"contract.{field}: expected one of {', '.join(DTYPES)}, "
-                    f"got {getattr(self, field)!r}"
-                )
-        if self.weight_rounding is not None and self.weight_rounding not in DTYPES:
-            raise ValueError(
-                f"contract.weight_rounding: expected one of {', '.join(DTYPES)} or nothing, "
-                f"got {self.weight_rounding!r}"
-            )
+            _require(field, getattr(self, field), DTYPES)
+        if self.weight_rounding is not None:
+            _require("weight_rounding", self.weight_rounding, DTYPES)
+        for step in self.epilogue:
+            _require("epilogue", step, ("scale", "bias", "round"))
+        counts = [("split_k", self.split_k), ("k_block", self.k_block or 1)]
+        counts += [("by_batch", largest) for largest, _ in self.by_batch]
+        for field, count in counts:
+            if count < 1:
+                raise ValueError(f"contract.{field}: expected at least 1, got {count}")
 
     def at(self, m: int) -> Contract:
         """The contract for a call with ``m`` rows."""
@@ -89,3 +90,8 @@ class Contract:
     def output_dtype(self) -> torch.dtype:
         """``output`` as a torch dtype."""
         return DTYPES[self.output]
+
+
+def _require(field: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise ValueError(f"contract.{field}: expected one of {', '.join(known)}, got {value!r}")

@@ -140,6 +140,10 @@ def _chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
     candidate, magnitude = _rows(c.tensors[out]), _rows(c.tensors[str(Tap(module, "ref.abs"))])
     finding = _judge_op(sides, out, candidate, y, magnitude, shape[-1])
     finding = _with_budget(finding, candidate, y, free)
+    if not r.meta.get("closure", {}).get(out, False):
+        text = "the reference op on its captured input does not give its captured output"
+        finding = Finding(finding.stats, reason=Reason.CAPTURE_INVALID, text=text)
+        return sides.row(Level.OP, tap, "chained", key, finding, shape)
     closes = bool(c.meta.get("closure", {}).get(out, False))
     finding = replace(finding, stats=finding.stats | {"closes": closes})
     contract = sides.record.contract

@@ -75,10 +75,12 @@ def error_bound(
     relative = gamma(k + contract.split_k, u, outputs, truncating=truncating) + partials
     if contract.scale_applied == "before" and contract.weight_rounding is None:
         relative += u  # code * scale may be rounded once to the accumulator's dtype
+    if contract.scale_applied == "after_block":
+        relative += 2 * u  # the scale's product, per block; the blocks may cancel in y
     relative += gamma(k, UNIT_ROUNDOFF[reference_dtype], outputs)
     bound = relative * magnitude
-    if contract.scale_applied != "before":
-        bound = bound + 2 * u * (y.abs() + bound)  # the scale's product, per block or at the end
+    if contract.scale_applied == "after_sum":
+        bound = bound + 2 * u * (y.abs() + bound)  # the scale's product
     if "bias" in contract.epilogue:
         bound = bound + u * (y.abs() + bound)
     if contract.flush_subnormals:

@@ -66,9 +66,11 @@ def _top(logits: Tensor, count: int) -> Tensor:
 
 
 def _set_gap(reference: Tensor, ours: Tensor, theirs: Tensor) -> float:
-    """How far below the reference's last of the top any chosen token lies, at most."""
-    last = reference.gather(-1, theirs[:, -1:])
-    return _largest_lead(last, reference.gather(-1, ours))
+    """By how much, at most, a token that left the top leads one that came in, in the reference."""
+    stayed = (theirs[:, :, None] == ours[:, None, :]).any(-1)
+    left = reference.gather(-1, theirs).masked_fill(stayed, -math.inf).amax(-1)
+    lowest = reference.gather(-1, ours).amin(-1)
+    return _largest_lead(left.where(~stayed.all(-1), lowest), lowest)
 
 
 def _order_gap(reference: Tensor, ours: Tensor) -> float:

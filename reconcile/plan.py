@@ -111,8 +111,8 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
     """
     kernel = registry.kernel(config.kernel, case.base)
     engine, note = choose_engine(kernel, config.engine)
-    if config.device != "cpu" and not torch.device(config.device).type == "cuda":
-        raise ConfigError(f"candidate.device {config.device!r}: expected cpu or cuda")
+    if config.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"candidate.device {config.device!r}: expected cpu, cuda or cuda:N")
     return Plan(
         case=case,
         config=config,

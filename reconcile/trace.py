@@ -211,7 +211,8 @@ class _Arena:
 
     @classmethod
     def _release(cls, block: np.ndarray[Any, Any]) -> None:
-        if sum(size * len(blocks) for size, blocks in cls._free.items()) < cls.KEPT:
+        kept = sum(size * len(blocks) for size, blocks in cls._free.items())
+        if kept + block.nbytes <= cls.KEPT:
             cls._free[block.nbytes].append(block)
 
 

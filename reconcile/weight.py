@@ -7,7 +7,7 @@ Granularity, orientation and convention are always declared, never inferred from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,8 +15,15 @@ from torch import Tensor
 
 from reconcile.contract import DTYPES
 from reconcile.exceptions import FormatError
+from reconcile.rounding import round_to
 
 Shape = tuple[int, int]
+_FLOAT8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +126,28 @@ class Format:
     """Codes that no encoder writes; a checkpoint that holds one is refused."""
     packing: Packing
     """How codes lie in bytes."""
-    granularity: Literal["tensor", "channel"]
-    """``tensor``: one scale [1]; ``channel``: one per output row [N]."""
+    granularity: Literal["tensor", "channel", "block"]
+    """``tensor``: one scale [1]; ``channel``: one per output row [N]; ``block``: one per block,
+    [ceil(N / block[0]), ceil(K / block[1])], the last block of a dimension may be partial."""
+    block: Shape | None = None
+    """Rows and columns of a block; only with granularity ``block``."""
     scale_convention: Literal["multiply", "divide"] = "multiply"
     """Whether the stored scale multiplies or divides the table's value."""
+    scale_encoding: Literal["value", "e8m0"] = "value"
+    """``value``: the number itself. ``e8m0``: a byte b that stands for 2^(b - 127), 255 for NaN
+    (OCP MX v1.0), stored as uint8 or float8_e8m0fnu."""
     scale_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     """Dtypes in which the scale may be stored."""
     reference: str
     """The specification or file that defines the format."""
 
     def __post_init__(self) -> None:
-        """Reject a table that does not give every code a value."""
+        """Reject a table that does not give every code a value, and a block without need."""
+        if (self.block is not None) != (self.granularity == "block") or min(self.block or (1,)) < 1:
+            raise ValueError(
+                f"{self.name}: a block belongs to granularity 'block' and is at least 1 x 1, got "
+                f"{self.block} with {self.granularity!r}"
+            )
         if len(self.table) != 1 << self.packing.bits:
             raise ValueError(
                 f"{self.name}: expected a table of {1 << self.packing.bits} values for codes of "
@@ -138,7 +156,24 @@ class Format:
 
     def scale_shape(self, shape: Shape) -> tuple[int, ...]:
         """Shape of the scale tensor for a logical weight of ``shape``."""
+        if self.block is not None:
+            return tuple(-(-size // step) for size, step in zip(shape, self.block, strict=True))
         return (1,) if self.granularity == "tensor" else (shape[0],)
+
+    def scale_values(self, scales: Tensor) -> Tensor:
+        """Stored scales to numbers, float64, exactly; E8M0 byte 255 is NaN."""
+        if self.scale_encoding == "value":
+            return scales.to(torch.float64)
+        exponents = scales.view(torch.uint8).to(torch.int32) - 127
+        values = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
+        return torch.where(exponents == 128, torch.nan, values)
+
+    def spread(self, values: Tensor, shape: Shape) -> Tensor:
+        """One value per scale to one per weight: broadcastable to, or exactly, [N, K]."""
+        if self.block is not None:
+            rows = values.repeat_interleave(self.block[0], 0)[: shape[0]]
+            return rows.repeat_interleave(self.block[1], 1)[:, : shape[1]]
+        return values if self.granularity == "tensor" else values[:, None]
 
     def unpack(self, stored: Tensor, shape: Shape) -> Tensor:
         """Stored bytes to codes, uint8 [N, K]; invalid codes pass through."""
@@ -207,15 +242,34 @@ class QuantizedWeight:
         *,
         format: Format,  # noqa: A002 - the public name of the field
         shape: Shape,
+        block: Shape | None = None,
         name: str = "",
         bias: Tensor | None = None,
     ) -> QuantizedWeight:
         """Check the declared format against dtypes, shapes and codes, then build.
 
+        Args:
+            codes: stored codes; 8-bit codes may come as a float8 tensor, whose bytes are taken.
+            scales: stored scales.
+            format: the declared format.
+            shape: logical (N, K); never inferred.
+            block: the declared block, where it is not the format's own.
+            name: module path, for messages.
+            bias: [N] or None.
+
         Raises:
             FormatError: with the declaration and what the tensors are.
         """
         where = name or "weight"
+        if block is not None:
+            if format.granularity != "block":
+                raise FormatError(
+                    f"{where}: format {format.name} has one scale per {format.granularity}; a "
+                    f"block {list(block)} does not fit it"
+                )
+            format = replace(format, block=block)  # noqa: A001
+        if codes.dtype in _FLOAT8:
+            codes = codes.view(torch.uint8)
         if min(shape) < 1:
             raise FormatError(f"{where}: expected a weight of at least 1 x 1, got {list(shape)}")
         _check_bytes(codes, format, shape, where)
@@ -248,10 +302,9 @@ class QuantizedWeight:
         reached by one rounding from float64.
         """
         values = self.format.decode(self.unpacked())
-        scales = self.scales.to(torch.float64)
-        scales = scales if self.format.granularity == "tensor" else scales[:, None]
+        scales = self.format.spread(self.format.scale_values(self.scales), self.shape)
         scaled = values * scales if self.format.scale_convention == "multiply" else values / scales
-        return scaled.to(dtype)
+        return round_to(scaled, dtype)
 
     def zero_share(self) -> float:
         """Share of weights that decode to zero, in [0, 1]."""
@@ -283,6 +336,8 @@ def _check_scales(scales: Tensor, form: Format, shape: Shape, where: str) -> Non
             f"{list(expected)}, in one of {', '.join(map(_dtype_name, form.scale_dtypes))}; got "
             f"{_describe(scales)}"
         )
+    if form.scale_encoding == "e8m0":
+        return
     finite = torch.isfinite(scales)
     if not bool(finite.all()):
         raise FormatError(

@@ -38,7 +38,7 @@ class _PreserveFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})
-        given = _dtypes((args, kwargs))
+        given = _dtypes(args)
         made = not given or (func is _CAST and not given & _NARROW)
         if made and kwargs.get("dtype") in _ISLANDS:
             kwargs["dtype"] = torch.float64

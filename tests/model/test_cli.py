@@ -383,3 +383,20 @@ def test_python_m_reconcile_and_a_pipe_keep_the_exit_code(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 3
     assert "nowhere" in done.stderr
+
+
+def test_a_rewritten_capture_of_the_reference_is_invalid(cli):
+    only = ("--only", "*.0.mlp.*")
+    cli("capture", CASE, *only, "--side", "reference", "-o", "ref")
+    cli("capture", CASE, *only, "--side", "candidate", "--inputs", "ref", "-o", "cand")
+    assert cli("compare", "ref", "cand")[0] == 0
+    trace = Trace.load("ref")
+    down = "model.layers.0.mlp.down_proj:out"
+    for item in trace.passes:
+        if item.kind == "chained":
+            item.meta["closure"][down] = False
+    trace.save("rewritten")
+    code, _, _ = cli("compare", "rewritten", "cand", "--out", "run")
+    assert code == 2
+    bad = [r for r in rows_of("run") if r["verdict"] != "PASS"]
+    assert {(r["tap"], r["reason"]) for r in bad} == {(down, "capture_invalid")}

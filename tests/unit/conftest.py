@@ -1,94 +1,45 @@
-"""Tiny quantised checkpoints, made from transformers' own random models."""
-
-import json
-
+import ml_dtypes
 import numpy as np
 import pytest
-import torch
-import transformers
-from safetensors.torch import save_file
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-DECLARED = {
-    "ternary_k_interleaved": {"quant_method": "ternary", "format": "ternary_k_interleaved"},
-    "ternary_hf": {"quant_method": "bitnet", "linear_class": "autobitlinear"},
-    "ternary_hf_divide": {"quant_method": "bitnet", "linear_class": "bitlinear"},
-}
+LAST = {"bfloat16": 0x7F80, "float16": 0x7C00}
+"""Code of +inf."""
 
 
-def pack_by_definition(name, values):
-    """Bytes of a ternary matrix, written from the definition of each format."""
-    if name == "ternary_k_interleaved":
-        codes = np.where(values < 0, 2, values).astype(np.uint8)
-        return sum(codes[:, i::4] << (2 * i) for i in range(4))
-    codes = (values + 1).astype(np.uint8)
-    rows = len(codes) // 4
-    return sum(codes[i * rows : (i + 1) * rows] << (2 * i) for i in range(4))
-
-
-class Tiny:
-    """A quantised checkpoint in memory: what its files hold, and its plain float64 weights."""
-
-    def __init__(self, kind, name, **changes):
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(kind, **SIZES | changes)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        rng = np.random.default_rng(0)
-        self.config = json.loads(config.to_json_string(use_diff=False))
-        self.config["quantization_config"] = DECLARED[name] | {
-            "modules_to_not_convert": ["lm_head"]
-        }
-        self.tensors = dict(model.state_dict())
-        self.dense = {n: t.double().numpy() for n, t in self.tensors.items()}
-        if config.tie_word_embeddings:
-            del self.tensors["lm_head.weight"]
-        for module, linear in model.model.named_modules(prefix="model"):
-            if isinstance(linear, torch.nn.Linear):
-                self._quantize(name, module, tuple(linear.weight.shape), rng)
-
-    def _quantize(self, name, module, shape, rng):
-        values = rng.integers(-1, 2, shape)
-        per_row = name == "ternary_k_interleaved"
-        scales = rng.uniform(0.05, 0.2, shape[0] if per_row else 1)
-        stored = torch.tensor(scales, dtype=torch.float32 if per_row else torch.bfloat16)
-        wide = stored.double().numpy()[:, None]
-        self.tensors[f"{module}.weight"] = torch.tensor(pack_by_definition(name, values))
-        self.tensors[f"{module}.weight_scale"] = stored
-        self.dense[f"{module}.weight"] = values / wide if "divide" in name else values * wide
-
-    def write(self, folder, shards=1):
-        """The files of the checkpoint; several shards come with an index."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config))
-        parts = {n: t.clone().contiguous() for n, t in self.tensors.items()}
-        if shards == 1:
-            save_file(parts, folder / "model.safetensors", metadata={"format": "pt"})
-            return folder
-        listed = {n: f"part-{i % shards}.safetensors" for i, n in enumerate(parts)}
-        for file in set(listed.values()):
-            save_file({n: t for n, t in parts.items() if listed[n] == file}, folder / file)
-        index = {"metadata": {}, "weight_map": listed}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        return folder
+def positive_values(name):
+    """Finite values of the non-negative codes in order, then the power of two that follows."""
+    dtype = getattr(ml_dtypes, name, None) or getattr(np, name)
+    finite = np.arange(LAST[name], dtype=np.uint16).view(dtype).astype(np.float64)
+    return np.append(finite, 2 * finite[-1] - finite[-2])
 
 
 @pytest.fixture(scope="session")
-def tiny():
-    """Makes a `Tiny`: architecture, format, changes of the config."""
+def positive():
+    """``positive("bfloat16")``: the table of that name."""
+    return positive_values
 
-    def make(kind="qwen3", name="ternary_k_interleaved", **changes):
-        head = {"head_dim": 8} if kind == "qwen3" else {}
-        return Tiny(kind, name, **head | changes)
 
-    return make
+@pytest.fixture(scope="session")
+def exact_round():
+    """``exact_round(float64 array, name)``: rounded once, ties to even, as float64.
+
+    16-bit dtypes by a search in the table of all values (the middles are exact in float64);
+    float32 by the machine's own conversion.
+    """
+
+    def round_(values, name):
+        x = np.asarray(values, dtype=np.float64)
+        if name == "float32":
+            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+                return x.astype(np.float32).astype(np.float64)
+        table = positive_values(name)
+        size = np.minimum(np.abs(x), table[-1])
+        high = np.searchsorted(table, np.nan_to_num(size))
+        low = np.maximum(high - 1, 0)
+        middle = (table[low] + table[high]) / 2
+        up = (size > middle) | ((size == middle) & (high % 2 == 0))
+        code = np.where(up, high, low)
+        rounded = np.where(code == len(table) - 1, np.inf, table[code])
+        return np.where(np.isnan(x), np.nan, np.copysign(rounded, x))
+
+    return round_

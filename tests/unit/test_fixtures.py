@@ -222,6 +222,13 @@ def test_the_ternary_rule_is_exact_on_bfloat16_matrices(seed):
     assert (values.tolist(), scales.tolist()) == exact_quantize(wide.tolist())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_mean_of_a_long_row_is_rounded_once(seed):
+    dense = np.random.default_rng(seed).normal(0, 1, (4, 300)).astype(np.float32)
+    values, scales = quantize_ternary(torch.tensor(dense))
+    assert (values.tolist(), scales.tolist()) == exact_quantize(dense.astype(np.float64).tolist())
+
+
 def test_the_rule_by_hand():
     """Mean magnitude 1; 0.5 and -0.5 are ties and go to the even 0, 1.5 rounds to 2 and is cut."""
     values, scales = quantize_ternary(torch.tensor([[1.5, 0.5, -0.5, -1.5], [0, 0, 0, 0]]))

@@ -313,6 +313,7 @@ REFUSED = {
     "scale bytes": (KINT, {"scales": SCALES.byte()}, ["float32, bfloat16, float16", "uint8 [8]"]),
     "scale fp8": (KINT, {"scales": SCALES.to(torch.float8_e4m3fn)}, ["float8_e4m3fn"]),
     "scale NaN": (KINT, {"scales": SCALES * math.nan}, ["8 of 8 scales are not finite"]),
+    "one scale NaN": (KINT, {"scales": SCALES / SCALES.cumsum(0).sub(3)}, ["1 of 8 scales"]),
     "scale inf": (HF, {"scales": torch.tensor([math.inf])}, ["1 of 1 scales are not finite"]),
     "scale divides by zero": (HF_DIVIDE, {"scales": torch.zeros(1)}, ["divides is zero"]),
     "scale divides by -0": (HF_DIVIDE, {"scales": -torch.zeros(1)}, ["divides is zero"]),

@@ -1,0 +1,109 @@
+"""FP8 formats: code tables from the specifications, scales per tensor, channel or block.
+
+The tables are written from the definition of the encodings (OCP 8-bit Floating Point
+Specification v1.0, sections 5.1 and 5.2; the ``fnuz`` variants from arXiv 2206.02915), not taken
+from a library: the tests compare all 256 codes with ml_dtypes and torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from reconcile.weight import Format, Packing
+
+BYTES = Packing(bits=8, dim=1, arrangement="interleaved")
+"""One code per byte, as it is."""
+
+
+def minifloat_table(
+    exponent_bits: int, mantissa_bits: int, bias: int, *, nonfinite: str
+) -> tuple[float, ...]:
+    """Values of the 256 codes of an 8-bit float, sign in the top bit.
+
+    Args:
+        exponent_bits: width of the exponent field.
+        mantissa_bits: width of the mantissa field.
+        bias: exponent bias; exponent field 0 holds the subnormals m * 2^(1 - bias - mantissa_bits).
+        nonfinite: ``fn``: only S.1111.111 is NaN; ``fnuz``: only 0x80 is NaN, there is no -0;
+            ``ieee``: the top exponent holds infinity and NaN.
+    """
+    return tuple(
+        _minifloat(code, exponent_bits, mantissa_bits, bias, nonfinite) for code in range(256)
+    )
+
+
+def _minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: int, kind: str) -> float:
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
+    mantissa = code & ((1 << mantissa_bits) - 1)
+    if kind == "fnuz" and code == 0x80:
+        return math.nan
+    if kind == "fn" and code & 0x7F == 0x7F:
+        return math.nan
+    if kind == "ieee" and exponent == (1 << exponent_bits) - 1:
+        return math.nan if mantissa else sign * math.inf
+    if exponent == 0:
+        return sign * math.ldexp(mantissa, 1 - bias - mantissa_bits)
+    return sign * math.ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
+
+
+E4M3FN = minifloat_table(4, 3, 7, nonfinite="fn")
+"""float8_e4m3fn: largest 448, subnormals m * 2^-9, no infinity."""
+E4M3FNUZ = minifloat_table(4, 3, 8, nonfinite="fnuz")
+"""float8_e4m3fnuz: the same bits mean half as much; largest 240, 0x80 is NaN."""
+E5M2 = minifloat_table(5, 2, 15, nonfinite="ieee")
+"""float8_e5m2: largest 57344, infinities and NaN as in IEEE 754."""
+
+_OCP = "OCP 8-bit Floating Point Specification v1.0, E4M3"
+
+FP8_E4M3_TENSOR = Format(
+    name="fp8_e4m3_tensor",
+    table=E4M3FN,
+    packing=BYTES,
+    granularity="tensor",
+    reference=_OCP,
+)
+"""Codes [N, K], one scale [1]: Ministral and Pixtral style."""
+
+FP8_E4M3_CHANNEL = replace(FP8_E4M3_TENSOR, name="fp8_e4m3_channel", granularity="channel")
+"""Codes [N, K], one scale per output row [N]: compressed-tensors FP8-dynamic."""
+
+FP8_E4M3_BLOCK = replace(
+    FP8_E4M3_TENSOR, name="fp8_e4m3_block", granularity="block", block=(128, 128)
+)
+"""Codes [N, K], one scale per 128 x 128 block, ceil at the edges. The checkpoints' name
+``weight_scale_inv`` notwithstanding, it multiplies (DeepSeek-V3, Qwen3-FP8)."""
+
+FP8_E4M3_BLOCK_E8M0 = replace(
+    FP8_E4M3_BLOCK,
+    name="fp8_e4m3_block_e8m0",
+    scale_encoding="e8m0",
+    scale_dtypes=(torch.uint8, torch.float8_e8m0fnu),
+)
+"""The same with power-of-two scales stored as E8M0 bytes (``scale_fmt: ue8m0``)."""
+
+FP8_E4M3FNUZ_TENSOR = replace(
+    FP8_E4M3_TENSOR,
+    name="fp8_e4m3fnuz_tensor",
+    table=E4M3FNUZ,
+    reference="arXiv 2206.02915, e4m3fnuz",
+)
+"""AMD MI300's variant."""
+
+FP8_E5M2_TENSOR = replace(
+    FP8_E4M3_TENSOR,
+    name="fp8_e5m2_tensor",
+    table=E5M2,
+    reference="OCP 8-bit Floating Point Specification v1.0, E5M2",
+)
+
+MXFP8_E4M3 = replace(
+    FP8_E4M3_BLOCK_E8M0,
+    name="mxfp8_e4m3",
+    block=(1, 32),
+    reference="OCP Microscaling Formats (MX) Specification v1.0, section 5.1",
+)
+"""Codes [N, K], one E8M0 byte per 32 values of K."""
