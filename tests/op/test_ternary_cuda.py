@@ -11,8 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from reconcile_kernels.ternary_cuda import NAIVE, PreparedTernary, ops
-from reconcile_references.ternary import TERNARY_HF, TERNARY_K_INTERLEAVED
 from safetensors.numpy import load_file
 
 from reconcile import native
@@ -21,6 +19,8 @@ from reconcile.exceptions import BuildError, KernelError
 from reconcile.kernel import Engine, Kernel, LinearSpec
 from reconcile.native import NativeLibrary
 from reconcile.weight import QuantizedWeight
+from reconcile_kernels.ternary_cuda import NAIVE, PreparedTernary, ops
+from reconcile_references.ternary import TERNARY_HF, TERNARY_K_INTERLEAVED
 
 CUDA, ON_CPU = NAIVE.engines
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
