@@ -1,6 +1,7 @@
 """Layer-by-layer numerical reconciliation of quantised kernels against a PyTorch reference."""
 
 from reconcile.case import Case, load_case
+from reconcile.check import check_linear
 from reconcile.compare import compare
 from reconcile.contract import Contract
 from reconcile.exceptions import ReconcileError
@@ -36,6 +37,7 @@ __all__ = [
     "Tap",
     "Trace",
     "Verdict",
+    "check_linear",
     "compare",
     "error_stats",
     "load_case",

@@ -26,9 +26,9 @@ from reconcile.passes import provenance, record, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_from_facts, record_to_facts
 from reconcile.ports import ports
-from reconcile.replay import Call, KernelFailureError, KernelLinear, Prepared
+from reconcile.replay import Call, KernelFailureError, KernelLinear, Prepared, repeated
 from reconcile.report import Reason
-from reconcile.rounding import bit_view, bitwise_equal
+from reconcile.rounding import bitwise_equal
 from reconcile.taps import fingerprint, forced_inputs
 from reconcile.trace import Pass, Tap, Trace
 from reconcile.weight import QuantizedWeight
@@ -112,15 +112,9 @@ def _prepare(plan: Plan) -> dict[str, Prepared | Call]:
         if not support:
             ready[name] = Call(output=None, reason=Reason.NOT_RUN, text=support.reason)
             continue
-        try:
-            ready[name] = Prepared.of(
-                plan.kernel, plan.engine, plan.checkpoint.weights[name], plan.dtype
-            )
-        except NotImplementedError as error:
-            ready[name] = Call(output=None, reason=Reason.NOT_RUN, text=f"prepare: {error}")
-        except Exception as error:  # noqa: BLE001 - a kernel may raise anything
-            text = f"prepare raised {type(error).__name__}: {error}"
-            ready[name] = Call(output=None, reason=Reason.RAISED, text=text)
+        ready[name] = Prepared.attempt(
+            plan.kernel, plan.engine, plan.checkpoint.weights[name], plan.dtype
+        )
     return ready
 
 
@@ -154,14 +148,18 @@ def _replay_ops(
     """Every op alone on the reference's rounded input, whole and on its last row."""
     tensors: dict[str, Tensor] = dict(fed.tensors)
     events: dict[str, dict[str, Any]] = {}
+
+    def deterministic(x: Tensor) -> bool:
+        return plan.arithmetic.at(x.numel() // x.shape[-1]).deterministic
+
     for name in order:
         prepared, port = ready[name], str(Tap(name, "in0"))
         if port not in isolated.tensors:
             continue
         x = isolated.tensors[port].to(plan.config.device)
         row = x.reshape(-1, x.shape[-1])[-1:]
-        whole = _repeated(plan, prepared, x, REPEATS)
-        alone = _repeated(plan, prepared, row, 2)
+        whole = repeated(prepared, x, REPEATS, deterministic(x))
+        alone = repeated(prepared, row, 2, deterministic(row))
         for suffix, call in (("out", whole), ("out.row", alone)):
             tap = str(Tap(name, suffix))
             if call.output is not None:
@@ -173,47 +171,6 @@ def _replay_ops(
             events[str(Tap(name, "out.row"))]["batch_invariant"] = same
     fed.tensors = tensors
     fed.meta["events"] = events
-
-
-def _repeated(plan: Plan, prepared: Prepared | Call, x: Tensor, repeats: int) -> Call:
-    """The first of several calls, with the reason if the calls disagree.
-
-    Memory is poisoned in the first call only: an element that is NaN there and something else
-    in another call was never written.
-    """
-    if isinstance(prepared, Call):
-        return prepared
-    first = prepared.call(x, poison=True)
-    if first.output is None or first.reason is not None:
-        return first
-    for _ in range(repeats - 1):
-        again = prepared.call(x, poison=False)
-        if again.output is None:
-            return again
-        if bitwise_equal(first.output, again.output):
-            continue
-        unwritten = first.output.isnan() & ~again.output.isnan()
-        if bool(unwritten.any()):
-            return Call(output=first.output, reason=Reason.UNWRITTEN, text=_places(unwritten))
-        if plan.arithmetic.at(x.numel() // x.shape[-1]).deterministic:
-            differing = bit_view(first.output) != bit_view(again.output)
-            text = f"two calls on the same input differ: {_places(differing)}"
-            return Call(output=first.output, reason=Reason.UNSTABLE, text=text)
-    return first
-
-
-def _places(mask: Tensor) -> str:
-    """Counts, the first place, and the columns where they are few.
-
-    >>> _places(torch.tensor([[False, True], [False, True]]))
-    '2 of 4 elements, first at [0, 1], in column 1 only'
-    """
-    first = mask.nonzero()[0].tolist()
-    text = f"{int(mask.sum())} of {mask.numel()} elements, first at {first}"
-    columns = mask.reshape(-1, mask.shape[-1]).any(0).nonzero().flatten().tolist()
-    if len(columns) == 1 and mask.shape[-1] > 1:
-        text += f", in column {columns[0]} only"
-    return text
 
 
 def _force_parts(plan: Plan, model: nn.Module, isolated: Pass, fed: Pass, tokens: Tensor) -> None:

@@ -250,7 +250,10 @@ def _model_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
 def _judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str, Tap, Finding]]:
     """Check, place and finding for the logits, their top 10, KL divergence, and growth."""
     where = Tap.parse(tap)
-    yield "logits", where, _judge_pair(sides, tap, c, r)
+    logits = _judge_pair(sides, tap, c, r)
+    yield "logits", where, logits
+    if logits.reason is Reason.SHAPE:
+        return
     baseline = sides.pooled("chained", tap)
     plain = largest([ref.meta["model"] for _, ref in sides.chained.values()])
     if plain is None or baseline is None:

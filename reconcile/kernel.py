@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import Contract
+from reconcile.exceptions import KernelError, nearest
 from reconcile.weight import QuantizedWeight
 
 
@@ -143,3 +144,31 @@ class FunctionKernel:
     def apply(self, x: Tensor, prepared: Any, bias: Tensor | None = None) -> Tensor:  # noqa: ANN401
         """Call the function; the bias is passed only where the layer has one."""
         return self.function(x, prepared) if bias is None else self.function(x, prepared, bias)
+
+
+def choose_engine(kernel: Kernel, wanted: str) -> tuple[Engine | None, str]:
+    """The engine to use and a note for the report, or None and why none runs here.
+
+    ``wanted`` is an engine's name, ``auto`` (the first that runs here), ``hardware``,
+    ``emulated`` or ``vendor`` (the first of that kind).
+    """
+    kinds = ("hardware", "emulated", "vendor")
+    names = [engine.name for engine in kernel.engines]
+    if wanted == "auto":
+        pool = kernel.engines
+    elif wanted in kinds:
+        pool = tuple(e for e in kernel.engines if wanted in (e.execution, e.implementation))
+    elif wanted in names:
+        pool = tuple(e for e in kernel.engines if e.name == wanted)
+    else:
+        raise KernelError(
+            f"{kernel.name} has no engine {wanted!r}: {nearest(wanted, [*names, *kinds, 'auto'])}"
+        )
+    refusals: list[str] = []
+    for engine in pool:
+        support = kernel.is_supported(engine)
+        if support:
+            before = f" ({'; '.join(refusals)})" if refusals else ""
+            return engine, f"{kernel.name} runs on {engine.name} (asked: {wanted}){before}"
+        refusals.append(f"{engine.name}: {support.reason}")
+    return None, "; ".join(refusals) or f"{kernel.name} has no engine of kind {wanted}"

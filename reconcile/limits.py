@@ -102,26 +102,24 @@ class Utilisation:
     """Whether a candidate of zeros would be accepted everywhere."""
 
 
-def utilisation(candidate: Tensor, y: Tensor, bound: Tensor) -> Utilisation:
+def utilisation(candidate: Tensor, y: Tensor, bound: Tensor, rounding: str = "rne") -> Utilisation:
     """Least multiple of ``bound`` that the error of each element needs.
 
     c is within t E of y, up to the output's own rounding, if and only if
-    fl(y - tE) <= c <= fl(y + tE). For c above fl(y) that means that y + tE reaches the middle
-    between c and the value below it. Overflow to a legal infinity and subnormals are right by
-    construction.
+    fl(y - tE) <= c <= fl(y + tE), that is, if [y - tE, y + tE] meets the interval of the numbers
+    that round to c. Overflow to a legal infinity and subnormals are right by construction.
 
     Args:
         candidate: c in its own dtype, [..., N].
         y: the reference, float64.
         bound: E, float64, not negative.
+        rounding: ``rne``, or ``rtz`` for an output that is declared to be truncated.
     """
-    rounded = round_to(y, candidate.dtype)
-    below, above = neighbours(candidate)
-    wide = torch.where(candidate.isinf(), torch.where(candidate > 0, above, below), candidate)
-    needed = torch.where(wide > y, (below + wide) / 2 - y, y - (above + wide) / 2).clamp_min(0.0)
+    low, high = _rounds_to(candidate, rounding)
+    needed = torch.maximum(low - y, y - high).clamp_min(0.0)
     share = torch.where(bound > 0, needed / bound, torch.inf)
-    same = (candidate == rounded) | (candidate.isnan() & y.isnan())
-    share = torch.where(same, 0.0, share)
+    same = candidate == round_to(y, candidate.dtype) if rounding == "rne" else needed == 0
+    share = torch.where(same | (candidate.isnan() & y.isnan()), 0.0, share)
     share = torch.where(candidate.isnan() != y.isnan(), torch.nan, share)
     nan = share.isnan()
     place = int(nan.flatten().int().argmax()) if bool(nan.any()) else int(share.argmax())
@@ -132,6 +130,24 @@ def utilisation(candidate: Tensor, y: Tensor, bound: Tensor) -> Utilisation:
         over=int((~(share <= 1)).sum()),
         vacuous=bool((y.abs() - bound <= half_smallest).all()),
     )
+
+
+def _rounds_to(candidate: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
+    """Ends of the interval of numbers that round to each element, float64.
+
+    Infinity is what everything beyond the middle between the largest finite value and the power
+    of two after it rounds to; a truncating store never makes one of a finite number.
+    """
+    below, above = neighbours(candidate)
+    wide = candidate.to(torch.float64)
+    if rounding == "rtz":
+        low = torch.where(wide > 0, wide, below)
+        high = torch.where(wide < 0, wide, above)
+        return low, high
+    finite = torch.where(candidate.isinf(), torch.where(wide > 0, above, below), wide)
+    low = torch.where(wide == -torch.inf, -torch.inf, (below + finite) / 2)
+    high = torch.where(wide == torch.inf, torch.inf, (finite + above) / 2)
+    return low, high
 
 
 def bound_limits(contract: Contract, k: int) -> Limits:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,12 +13,52 @@ from reconcile.contract import DTYPES, Contract
 from reconcile.rounding import round_to
 from reconcile.weight import QuantizedWeight
 
+SMALLEST_NORMAL = 2.0**-126
+"""Smallest normal float32 and bfloat16; below it, units that flush see zero."""
 
-def reference_weight(weight: QuantizedWeight, contract: Contract, dtype: torch.dtype) -> Tensor:
-    """Decoded weight [N, K] in ``dtype`` after the rounding that the contract declares."""
+
+class Weight(Protocol):
+    """What a reference linear needs of a weight: `QuantizedWeight` or `DenseWeight`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Logical (N, K)."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[N] or None."""
+
+    def dequantize(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """Values [N, K]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseWeight:
+    """A plain floating-point weight [N, K]; its kernel gets the tensor itself."""
+
+    tensor: Tensor
+    name: str = ""
+    bias: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Logical (N, K)."""
+        return self.tensor.shape[0], self.tensor.shape[1]
+
+    def dequantize(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The tensor in ``dtype``."""
+        return round_to(self.tensor.to(torch.float64), dtype)
+
+
+def reference_weight(weight: Weight, contract: Contract, dtype: torch.dtype) -> Tensor:
+    """Decoded weight [N, K] in ``dtype`` after the rounding that the contract declares.
+
+    A declared rounding starts from the float32 product code * scale, as kernels compute it.
+    """
     decoded = weight.dequantize(torch.float64)
     if contract.weight_rounding is not None:
-        decoded = round_to(decoded, DTYPES[contract.weight_rounding]).to(torch.float64)
+        product = decoded.to(torch.float32).to(torch.float64)
+        decoded = round_to(product, DTYPES[contract.weight_rounding]).to(torch.float64)
     return decoded.to(dtype)
 
 
@@ -25,7 +68,7 @@ class ReferenceLinear(nn.Module):
     x [..., K] of any floating dtype is widened exactly; y [..., N].
     """
 
-    def __init__(self, weight: QuantizedWeight, contract: Contract, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Weight, contract: Contract, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self._contract = contract
@@ -35,17 +78,25 @@ class ReferenceLinear(nn.Module):
             regime.weight_rounding: reference_weight(weight, regime, dtype) for regime in regimes
         }
 
-    def _at(self, m: int) -> Tensor:
-        return self._decoded[self._contract.at(m).weight_rounding]
-
     def forward(self, x: Tensor) -> Tensor:
         """The exact layer, up to the rounding of ``dtype``."""
-        return functional.linear(x.to(self.dtype), self._at(_rows(x)), self._bias)
+        return functional.linear(self._operand(x), self.effective(_rows(x)), self._bias)
+
+    def effective(self, m: int) -> Tensor:
+        """The weight [N, K] that a call with ``m`` rows multiplies by."""
+        return self._decoded[self._contract.at(m).weight_rounding]
 
     def magnitude(self, x: Tensor) -> Tensor:
         """S = sum_k |x_k| |w_k| (+ |b|), [..., N]: the yardstick of the bound."""
         bias = None if self._bias is None else self._bias.abs()
-        return functional.linear(x.to(self.dtype).abs(), self._at(_rows(x)).abs(), bias)
+        return functional.linear(self._operand(x).abs(), self.effective(_rows(x)).abs(), bias)
+
+    def _operand(self, x: Tensor) -> Tensor:
+        """X in the reference's dtype; subnormals are zero where the contract says so (DAZ)."""
+        wide = x.to(self.dtype)
+        if self._contract.at(_rows(x)).flush_subnormals:
+            return torch.where(wide.abs() < SMALLEST_NORMAL, 0.0, wide)
+        return wide
 
 
 class BaselineLinear(nn.Module):

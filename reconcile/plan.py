@@ -14,8 +14,8 @@ import torch
 from reconcile import registry
 from reconcile.case import CandidateConfig, Case, parse_contract
 from reconcile.contract import DTYPES, Contract
-from reconcile.exceptions import ConfigError, KernelError, nearest
-from reconcile.kernel import Engine, Kernel, LinearSpec, Support
+from reconcile.exceptions import ConfigError, nearest
+from reconcile.kernel import Engine, Kernel, LinearSpec, Support, choose_engine
 from reconcile.model import Checkpoint
 from reconcile.plan_record import PlanRecord
 
@@ -127,34 +127,6 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
         modules=_modules(checkpoint, config, only),
         prompts=_prompts(case, checkpoint),
     )
-
-
-def choose_engine(kernel: Kernel, wanted: str) -> tuple[Engine | None, str]:
-    """The engine to use and a note for the report, or None and why none runs here.
-
-    ``wanted`` is an engine's name, ``auto`` (the first that runs here), ``hardware``,
-    ``emulated`` or ``vendor`` (the first of that kind).
-    """
-    kinds = ("hardware", "emulated", "vendor")
-    names = [engine.name for engine in kernel.engines]
-    if wanted == "auto":
-        pool = kernel.engines
-    elif wanted in kinds:
-        pool = tuple(e for e in kernel.engines if wanted in (e.execution, e.implementation))
-    elif wanted in names:
-        pool = tuple(e for e in kernel.engines if e.name == wanted)
-    else:
-        raise KernelError(
-            f"{kernel.name} has no engine {wanted!r}: {nearest(wanted, [*names, *kinds, 'auto'])}"
-        )
-    refusals: list[str] = []
-    for engine in pool:
-        support = kernel.is_supported(engine)
-        if support:
-            before = f" ({'; '.join(refusals)})" if refusals else ""
-            return engine, f"{kernel.name} runs on {engine.name} (asked: {wanted}){before}"
-        refusals.append(f"{engine.name}: {support.reason}")
-    return None, "; ".join(refusals) or f"{kernel.name} has no engine of kind {wanted}"
 
 
 def _contract(kernel: Kernel, config: CandidateConfig) -> Contract | None:

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from reconcile.kernel import Engine, Kernel
+from reconcile.linears import DenseWeight
 from reconcile.report import Reason
 from reconcile.rounding import bit_view, bitwise_equal
 from reconcile.trace import visit_tensors
 from reconcile.weight import QuantizedWeight
+
+AnyWeight = QuantizedWeight | DenseWeight
 
 
 class KernelFailureError(Exception):
@@ -54,20 +57,32 @@ class Prepared:
     output: torch.dtype
 
     @classmethod
-    def of(
-        cls, kernel: Kernel, engine: Engine, weight: QuantizedWeight, output: torch.dtype
-    ) -> Prepared:
-        """Let the kernel repack the weight."""
+    def of(cls, kernel: Kernel, engine: Engine, weight: AnyWeight, output: torch.dtype) -> Prepared:
+        """Let the kernel repack the weight; a dense one is given as its tensor."""
+        given = weight.tensor if isinstance(weight, DenseWeight) else weight
         return cls(
             name=weight.name,
             kernel=kernel,
             engine=engine,
-            prepared=kernel.prepare(weight, engine),
+            prepared=kernel.prepare(given, engine),  # type: ignore[arg-type]
             bias=weight.bias,
             n=weight.shape[0],
             k=weight.shape[1],
             output=output,
         )
+
+    @classmethod
+    def attempt(
+        cls, kernel: Kernel, engine: Engine, weight: AnyWeight, output: torch.dtype
+    ) -> Prepared | Call:
+        """`of`, or why the kernel could not prepare the weight."""
+        try:
+            return cls.of(kernel, engine, weight, output)
+        except NotImplementedError as error:
+            return Call(output=None, reason=Reason.NOT_RUN, text=f"prepare: {error}")
+        except Exception as error:  # noqa: BLE001 - a kernel may raise anything
+            text = f"prepare raised {type(error).__name__}: {error}"
+            return Call(output=None, reason=Reason.RAISED, text=text)
 
     def call(self, x: Tensor, *, poison: bool = True) -> Call:
         """Apply the kernel to a copy of x [..., K] and check what it did.
@@ -76,7 +91,7 @@ class Prepared:
         element the kernel does not write shows. The output is copied, so that a kernel which
         returns its own workspace cannot change it later.
         """
-        given = x.clone()
+        given = _copy(x)
         before = _tensors(self.prepared, self.bias)
         kept = [tensor.clone() for tensor in before]
         try:
@@ -126,6 +141,52 @@ class Prepared:
                 output=None, reason=Reason.DTYPE, text=f"expected {self.output}, got {y.dtype}"
             )
         return Call(output=y.detach().clone())
+
+
+def repeated(
+    prepared: Prepared | Call,
+    x: Tensor,
+    repeats: int,
+    deterministic: bool,
+) -> Call:
+    """The first of several calls, with the reason if the calls disagree.
+
+    Memory is poisoned in the first call only: an element that is NaN there and something else
+    in another call was never written.
+    """
+    if isinstance(prepared, Call):
+        return prepared
+    first = prepared.call(x, poison=True)
+    if first.output is None or first.reason is not None:
+        return first
+    for _ in range(repeats - 1):
+        again = prepared.call(x, poison=False)
+        if again.output is None:
+            return again
+        if bitwise_equal(first.output, again.output):
+            continue
+        unwritten = first.output.isnan() & ~again.output.isnan()
+        if bool(unwritten.any()):
+            return Call(output=first.output, reason=Reason.UNWRITTEN, text=_places(unwritten))
+        if deterministic:
+            differing = bit_view(first.output) != bit_view(again.output)
+            text = f"two calls on the same input differ: {_places(differing)}"
+            return Call(output=first.output, reason=Reason.UNSTABLE, text=text)
+    return first
+
+
+def _places(mask: Tensor) -> str:
+    """Counts, the first place, and the columns where they are few.
+
+    >>> _places(torch.tensor([[False, True], [False, True]]))
+    '2 of 4 elements, first at [0, 1], in column 1 only'
+    """
+    first = mask.nonzero()[0].tolist()
+    text = f"{int(mask.sum())} of {mask.numel()} elements, first at {first}"
+    columns = mask.reshape(-1, mask.shape[-1]).any(0).nonzero().flatten().tolist()
+    if len(columns) == 1 and mask.shape[-1] > 1:
+        text += f", in column {columns[0]} only"
+    return text
 
 
 class KernelLinear(nn.Module):
@@ -200,3 +261,11 @@ def _tensors(*values: object) -> list[Tensor]:
         for place in (value, attributes):
             visit_tensors(place, "", lambda _, tensor: found.append(tensor.detach()))
     return found
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A copy of x with its strides and with whatever lies between its elements."""
+    if x.is_contiguous():
+        return x.clone()
+    storage = x.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return x.new_empty(0).set_(storage, x.storage_offset(), x.shape, x.stride())

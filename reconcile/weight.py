@@ -2,12 +2,15 @@
 
 A `Format` is data: a code table, a packing (an invertible index map from logical codes to
 stored bytes), the granularity of its scales and their convention. One algorithm serves all.
-Granularity, orientation and convention are always declared, never inferred from shapes.
+Granularity, orientation and convention are always declared, never inferred from shapes. How a
+format is commonly misread is data too: its `Misreading` values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -18,12 +21,6 @@ from reconcile.exceptions import FormatError
 from reconcile.rounding import round_to
 
 Shape = tuple[int, int]
-_FLOAT8 = (
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +123,8 @@ class Format:
     """Codes that no encoder writes; a checkpoint that holds one is refused."""
     packing: Packing
     """How codes lie in bytes."""
+    code_dtypes: tuple[torch.dtype, ...] = (torch.uint8,)
+    """Dtypes in which the codes may be stored; the bytes of each are the codes."""
     granularity: Literal["tensor", "channel", "block"]
     """``tensor``: one scale [1]; ``channel``: one per output row [N]; ``block``: one per block,
     [ceil(N / block[0]), ceil(K / block[1])], the last block of a dimension may be partial."""
@@ -140,6 +139,8 @@ class Format:
     """Dtypes in which the scale may be stored."""
     reference: str
     """The specification or file that defines the format."""
+    misreadings: tuple[Misreading, ...] = field(default=(), compare=False, repr=False)
+    """What those who implement the format get wrong; a diagnosis tries them."""
 
     def __post_init__(self) -> None:
         """Reject a table that does not give every code a value, and a block without need."""
@@ -164,8 +165,8 @@ class Format:
         """Stored scales to numbers, float64, exactly; E8M0 byte 255 is NaN."""
         if self.scale_encoding == "value":
             return scales.to(torch.float64)
-        exponents = scales.view(torch.uint8).to(torch.int32) - 127
-        values = torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
+        exponents = scales.view(torch.uint8).to(torch.int64) - 127
+        values = ((exponents + 1023) << 52).view(torch.float64)  # the bits of 2^exponent
         return torch.where(exponents == 128, torch.nan, values)
 
     def spread(self, values: Tensor, shape: Shape) -> Tensor:
@@ -184,15 +185,21 @@ class Format:
         return self.packing.pack(codes)
 
     def encode(self, values: Tensor) -> Tensor:
-        """Table values [N, K] to codes; FormatError names the first value without a code."""
+        """Table values [N, K] to codes; FormatError names the first value without a code.
+
+        Of several codes for a value it takes the lowest; -0 gets its own code where there is one.
+        """
         if values.dim() != 2:
             raise FormatError(f"{self.name}: expected values [N, K], got {_describe(values)}")
         codes = torch.zeros_like(values, dtype=torch.uint8)
         known = torch.zeros_like(values, dtype=torch.bool)
         for code, value in enumerate(self.table):
-            if code not in self.invalid:
-                codes[values == value] = code
-                known |= values == value
+            if code in self.invalid:
+                continue
+            same = values.isnan() if math.isnan(value) else values == value
+            better = same & (torch.signbit(values) if _is_negative_zero(value) else ~known)
+            codes[better] = code
+            known |= same
         _refuse(~known, values, f"{self.name}: value without a code")
         return codes
 
@@ -204,6 +211,10 @@ class Format:
         """FormatError that counts the invalid codes and names the first one's place."""
         for code in sorted(self.invalid):
             _refuse(codes == code, codes, f"{name}: invalid code in format {self.name}")
+
+
+def _is_negative_zero(value: float) -> bool:
+    return value == 0 and math.copysign(1, value) < 0
 
 
 def _refuse(bad: Tensor, values: Tensor, what: str) -> None:
@@ -249,7 +260,7 @@ class QuantizedWeight:
         """Check the declared format against dtypes, shapes and codes, then build.
 
         Args:
-            codes: stored codes; 8-bit codes may come as a float8 tensor, whose bytes are taken.
+            codes: stored codes; of a float8 tensor that the format allows the bytes are taken.
             scales: stored scales.
             format: the declared format.
             shape: logical (N, K); never inferred.
@@ -267,12 +278,13 @@ class QuantizedWeight:
                     f"{where}: format {format.name} has one scale per {format.granularity}; a "
                     f"block {list(block)} does not fit it"
                 )
+            if min(block) < 1:
+                raise FormatError(f"{where}: expected a block of at least 1 x 1, got {list(block)}")
             format = replace(format, block=block)  # noqa: A001
-        if codes.dtype in _FLOAT8:
-            codes = codes.view(torch.uint8)
         if min(shape) < 1:
             raise FormatError(f"{where}: expected a weight of at least 1 x 1, got {list(shape)}")
-        _check_bytes(codes, format, shape, where)
+        _check_codes(codes, format, shape, where)
+        codes = codes.view(torch.uint8)
         _check_scales(scales, format, shape, where)
         if bias is not None and (
             tuple(bias.shape) != (shape[0],) or bias.dtype not in DTYPES.values()
@@ -301,25 +313,42 @@ class QuantizedWeight:
         Where it divides, the float64 quotient is correctly rounded. Another ``dtype`` is
         reached by one rounding from float64.
         """
-        values = self.format.decode(self.unpacked())
         scales = self.format.spread(self.format.scale_values(self.scales), self.shape)
-        scaled = values * scales if self.format.scale_convention == "multiply" else values / scales
-        return round_to(scaled, dtype)
+        return round_to(self.scaled_by(scales), dtype)
+
+    def scaled_by(self, scales: Tensor) -> Tensor:
+        """Values [N, K], float64, under other scales: float64, broadcastable to [N, K]."""
+        values = self.format.decode(self.unpacked())
+        return values * scales if self.format.scale_convention == "multiply" else values / scales
 
     def zero_share(self) -> float:
         """Share of weights that decode to zero, in [0, 1]."""
         return float((self.format.decode(self.unpacked()) == 0).double().mean())
 
 
-def _check_bytes(codes: Tensor, form: Format, shape: Shape, where: str) -> None:
+@dataclass(frozen=True, slots=True)
+class Misreading:
+    """A mistake in reading a format, as the weight that somebody who makes it computes."""
+
+    name: str
+    """Unique within a format, e.g. ``scale_missing``."""
+    text: str
+    """What was done instead of the right thing, for a report."""
+    read: Callable[[QuantizedWeight], Tensor]
+    """Misread values, float64 [N, K]. Reads any legal weight; may equal the right reading on one
+    that does not exercise the mistake."""
+
+
+def _check_codes(codes: Tensor, form: Format, shape: Shape, where: str) -> None:
     try:
         expected = form.packing.stored_shape(shape)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
-    if codes.dtype != torch.uint8 or tuple(codes.shape) != expected:
+    if codes.dtype not in form.code_dtypes or tuple(codes.shape) != expected:
         raise FormatError(
-            f"{where}: format {form.name} of a weight {list(shape)} stores uint8 "
-            f"{list(expected)}; got {_describe(codes)}"
+            f"{where}: format {form.name} of a weight {list(shape)} stores "
+            f"{' or '.join(map(_dtype_name, form.code_dtypes))} {list(expected)}; got "
+            f"{_describe(codes)}"
         )
     if not codes.is_contiguous():
         raise FormatError(
@@ -331,10 +360,11 @@ def _check_bytes(codes: Tensor, form: Format, shape: Shape, where: str) -> None:
 def _check_scales(scales: Tensor, form: Format, shape: Shape, where: str) -> None:
     expected = form.scale_shape(shape)
     if scales.dtype not in form.scale_dtypes or tuple(scales.shape) != expected:
+        block = f" {list(form.block)}" if form.block else ""
         raise FormatError(
-            f"{where}: format {form.name} has one scale per {form.granularity}, shape "
+            f"{where}: format {form.name} has one scale per {form.granularity}{block}, shape "
             f"{list(expected)}, in one of {', '.join(map(_dtype_name, form.scale_dtypes))}; got "
-            f"{_describe(scales)}"
+            f"{_describe(scales)}{_shape_hint(tuple(scales.shape), expected)}"
         )
     if form.scale_encoding == "e8m0":
         return
@@ -345,6 +375,18 @@ def _check_scales(scales: Tensor, form: Format, shape: Shape, where: str) -> Non
         )
     if form.scale_convention == "divide" and bool((scales == 0).any()):
         raise FormatError(f"{where}: a scale that divides is zero")
+
+
+def _shape_hint(got: tuple[int, ...], expected: tuple[int, ...]) -> str:
+    """What to do about a scale shape that differs from the declared one by a spelling."""
+    if got == expected:
+        return ""
+    if len(expected) == 2 and got == expected[::-1]:
+        return "; that is the grid transposed: pass scales.t().contiguous()"
+    if [size for size in got if size != 1] == [size for size in expected if size != 1]:
+        sizes = ", ".join(map(str, expected)) if len(expected) > 1 else "-1"
+        return f"; pass scales.reshape({sizes}) if it is that, spelled another way"
+    return ""
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -12,7 +12,15 @@ from dataclasses import replace
 
 import torch
 
-from reconcile.weight import Format, Packing
+from reconcile.weight import Format, Misreading, Packing
+from reconcile_references.misreadings import (
+    BLOCK_SCALE,
+    CHANNEL_SCALE,
+    E8M0_SCALE,
+    NUMBER_SCALE,
+    SCALE,
+    reread,
+)
 
 BYTES = Packing(bits=8, dim=1, arrangement="interleaved")
 """One code per byte, as it is."""
@@ -28,7 +36,7 @@ def minifloat_table(
         mantissa_bits: width of the mantissa field.
         bias: exponent bias; exponent field 0 holds the subnormals m * 2^(1 - bias - mantissa_bits).
         nonfinite: ``fn``: only S.1111.111 is NaN; ``fnuz``: only 0x80 is NaN, there is no -0;
-            ``ieee``: the top exponent holds infinity and NaN.
+            ``ieee``: the top exponent holds infinity and NaN; ``none``: every code is a number.
     """
     return tuple(
         _minifloat(code, exponent_bits, mantissa_bits, bias, nonfinite) for code in range(256)
@@ -57,22 +65,103 @@ E4M3FNUZ = minifloat_table(4, 3, 8, nonfinite="fnuz")
 E5M2 = minifloat_table(5, 2, 15, nonfinite="ieee")
 """float8_e5m2: largest 57344, infinities and NaN as in IEEE 754."""
 
+
+def table_misreadings(
+    table: tuple[float, ...], mantissa_bits: int, **others: tuple[float, ...]
+) -> tuple[Misreading, ...]:
+    """What is done wrong to the codes of an 8-bit float.
+
+    Args:
+        table: the right values.
+        mantissa_bits: width of the mantissa field.
+        others: tables of other floats over the same bytes, by their names.
+    """
+    field_1 = 1 << mantissa_bits
+    subnormal = [code & 0x7F < field_1 and not math.isnan(v) for code, v in enumerate(table)]
+    as_normal = tuple(
+        table[code + field_1] / 2 if below else value
+        for code, (value, below) in enumerate(zip(table, subnormal, strict=True))
+    )
+    readings = {
+        "exponent_bias_low": (
+            "an exponent bias is one too small: everything doubles",
+            tuple(2 * value for value in table),
+        ),
+        "exponent_bias_high": (
+            "an exponent bias is one too large: everything halves",
+            tuple(value / 2 for value in table),
+        ),
+        "sign_ignored": (
+            "the sign bit is ignored",
+            tuple(table[code & 0x7F] for code in range(256)),
+        ),
+        "subnormals_as_normals": (
+            "no branch for exponent field 0, except that zero is zero",
+            tuple(v and n for v, n in zip(table, as_normal, strict=True)),
+        ),
+        "subnormals_and_zero_as_normals": (
+            "no branch for exponent field 0, not even for zero",
+            as_normal,
+        ),
+        "subnormals_as_zero": (
+            "subnormal codes are flushed to zero",
+            tuple(0 * v if below else v for v, below in zip(table, subnormal, strict=True)),
+        ),
+    } | {
+        f"read_as_{name}": (f"the bytes are read as {name}", other)
+        for name, other in others.items()
+    }
+    return tuple(reread(name, text, table=values) for name, (text, values) in readings.items())
+
+
+_E4M3FN = table_misreadings(
+    E4M3FN,
+    3,
+    e4m3fnuz=E4M3FNUZ,
+    e5m2=E5M2,
+    e4m3_without_nan=minifloat_table(4, 3, 7, nonfinite="none"),
+)
+_E4M3FNUZ = table_misreadings(
+    E4M3FNUZ,
+    3,
+    e4m3fn=E4M3FN,
+    e4m3fnuz_without_nan=minifloat_table(4, 3, 8, nonfinite="none"),
+)
+_E5M2 = table_misreadings(
+    E5M2,
+    2,
+    e4m3fn=E4M3FN,
+    e5m2fnuz=minifloat_table(5, 2, 16, nonfinite="fnuz"),
+    e5m2_without_nan=minifloat_table(5, 2, 15, nonfinite="none"),
+)
+
 _OCP = "OCP 8-bit Floating Point Specification v1.0, E4M3"
 
 FP8_E4M3_TENSOR = Format(
     name="fp8_e4m3_tensor",
     table=E4M3FN,
     packing=BYTES,
+    code_dtypes=(torch.uint8, torch.float8_e4m3fn),
     granularity="tensor",
     reference=_OCP,
+    misreadings=SCALE + NUMBER_SCALE + _E4M3FN,
 )
 """Codes [N, K], one scale [1]: Ministral and Pixtral style."""
 
-FP8_E4M3_CHANNEL = replace(FP8_E4M3_TENSOR, name="fp8_e4m3_channel", granularity="channel")
+FP8_E4M3_CHANNEL = replace(
+    FP8_E4M3_TENSOR,
+    name="fp8_e4m3_channel",
+    granularity="channel",
+    misreadings=SCALE + NUMBER_SCALE + CHANNEL_SCALE + _E4M3FN,
+)
 """Codes [N, K], one scale per output row [N]: compressed-tensors FP8-dynamic."""
 
 FP8_E4M3_BLOCK = replace(
-    FP8_E4M3_TENSOR, name="fp8_e4m3_block", granularity="block", block=(128, 128)
+    FP8_E4M3_TENSOR,
+    name="fp8_e4m3_block",
+    granularity="block",
+    block=(128, 128),
+    misreadings=SCALE + NUMBER_SCALE + BLOCK_SCALE + _E4M3FN,
 )
 """Codes [N, K], one scale per 128 x 128 block, ceil at the edges. The checkpoints' name
 ``weight_scale_inv`` notwithstanding, it multiplies (DeepSeek-V3, Qwen3-FP8)."""
@@ -82,6 +171,7 @@ FP8_E4M3_BLOCK_E8M0 = replace(
     name="fp8_e4m3_block_e8m0",
     scale_encoding="e8m0",
     scale_dtypes=(torch.uint8, torch.float8_e8m0fnu),
+    misreadings=SCALE + E8M0_SCALE + BLOCK_SCALE + _E4M3FN,
 )
 """The same with power-of-two scales stored as E8M0 bytes (``scale_fmt: ue8m0``)."""
 
@@ -89,6 +179,8 @@ FP8_E4M3FNUZ_TENSOR = replace(
     FP8_E4M3_TENSOR,
     name="fp8_e4m3fnuz_tensor",
     table=E4M3FNUZ,
+    code_dtypes=(torch.uint8, torch.float8_e4m3fnuz),
+    misreadings=SCALE + NUMBER_SCALE + _E4M3FNUZ,
     reference="arXiv 2206.02915, e4m3fnuz",
 )
 """AMD MI300's variant."""
@@ -97,6 +189,8 @@ FP8_E5M2_TENSOR = replace(
     FP8_E4M3_TENSOR,
     name="fp8_e5m2_tensor",
     table=E5M2,
+    code_dtypes=(torch.uint8, torch.float8_e5m2),
+    misreadings=SCALE + NUMBER_SCALE + _E5M2,
     reference="OCP 8-bit Floating Point Specification v1.0, E5M2",
 )
 

@@ -16,28 +16,78 @@ Code 3 is written by no encoder; the value in brackets is what the public decode
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from reconcile.weight import Format, Packing
+from reconcile.weight import Format, Misreading, Packing
+from reconcile_references.misreadings import CHANNEL_SCALE, NUMBER_SCALE, SCALE, reread
+
+_FROM_ZERO = (0.0, 1.0, -1.0, 0.0)
+_FROM_MINUS_ONE = (-1.0, 0.0, 1.0, 2.0)
+_K_INTERLEAVED = Packing(bits=2, dim=1, arrangement="interleaved")
+_N_PLANAR = Packing(bits=2, dim=0, arrangement="planar", pad=True)
+
+
+def _packing_misreadings(packing: Packing) -> tuple[Misreading, ...]:
+    """The other orders in which four codes can lie in the same bytes."""
+    other: Literal["interleaved", "planar"]
+    other = "planar" if packing.arrangement == "interleaved" else "interleaved"
+    return (
+        reread(
+            "bit_order_reversed",
+            "the codes of a byte are read from the high bits down",
+            packing=replace(packing, low_first=not packing.low_first),
+        ),
+        reread(
+            f"read_as_{other}",
+            f"{packing.arrangement} codes are read as {other} ones",
+            packing=replace(packing, arrangement=other),
+        ),
+    )
+
+
+_HF_MISREADINGS = (
+    *SCALE,
+    *NUMBER_SCALE,
+    reread("codes_from_zero", "codes 0, 1, 2 are read as 0, +1, -1", table=_FROM_ZERO),
+    reread("signs_swapped", "+1 and -1 are swapped", table=(1.0, 0.0, -1.0, -2.0)),
+    *_packing_misreadings(_N_PLANAR),
+)
 
 TERNARY_K_INTERLEAVED = Format(
     name="ternary_k_interleaved",
-    table=(0.0, 1.0, -1.0, 0.0),
+    table=_FROM_ZERO,
     invalid=frozenset({3}),
-    packing=Packing(bits=2, dim=1, arrangement="interleaved"),
+    packing=_K_INTERLEAVED,
     granularity="channel",
+    misreadings=(
+        *SCALE,
+        *NUMBER_SCALE,
+        *CHANNEL_SCALE,
+        reread(
+            "codes_from_minus_one", "codes 0, 1, 2 are read as -1, 0, +1", table=_FROM_MINUS_ONE
+        ),
+        reread("signs_swapped", "+1 and -1 are swapped", table=(0.0, -1.0, 1.0, 0.0)),
+        reread(
+            "codes_sign_extended",
+            "a code is read as a two-bit signed integer: 2 is -2",
+            table=(0.0, 1.0, -2.0, -1.0),
+        ),
+        *_packing_misreadings(_K_INTERLEAVED),
+    ),
     reference="docs/formats.md, ternary_k_interleaved",
 )
 """uint8 [N, K/4]: byte j of row n holds k = 4j + i in bits 2i, 2i+1."""
 
 TERNARY_HF = Format(
     name="ternary_hf",
-    table=(-1.0, 0.0, 1.0, 2.0),
+    table=_FROM_MINUS_ONE,
     invalid=frozenset({3}),
-    packing=Packing(bits=2, dim=0, arrangement="planar", pad=True),
+    packing=_N_PLANAR,
     granularity="tensor",
+    misreadings=_HF_MISREADINGS,
     reference="transformers integrations/bitnet.py, AutoBitLinear",
 )
 """uint8 [ceil(N/4), K]: byte row r holds rows r, r+R, r+2R, r+3R (R = ceil(N/4))."""

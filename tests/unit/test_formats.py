@@ -428,22 +428,38 @@ def rows_of(text, kind):
 
 
 def test_the_page_has_a_section_and_an_example_for_every_format():
-    assert set(re.findall(r"^## (ternary_\w+)$", PAGE, re.MULTILINE)) == set(formats())
+    sections = re.findall(r"^## ((?:ternary|fp8|mxfp8)_\w+)$", PAGE, re.MULTILINE)
+    assert sorted(sections) == sorted(formats())
     assert {name for name, _ in EXAMPLES} == set(formats())
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 12
+
+
+def hexadecimal(digits):
+    return int(digits, 16)
+
+
+def signed(values):
+    """Numbers as text, which tells -0 from 0."""
+    return [[repr(float(value)) for value in row] for row in values]
 
 
 @pytest.mark.parametrize(("name", "text"), EXAMPLES, ids=[name for name, _ in EXAMPLES])
 def test_an_example_of_the_page_is_what_the_code_does(name, text):
     lines = dict(line.split(":", 1) for line in text.splitlines())
-    form, weight = formats()[name], rows_of(lines["weight"], int)
-    stored = rows_of(lines["bytes"], lambda digits: int(digits, 16))
+    form, weight = formats()[name], rows_of(lines["weight"], float)
+    stored = rows_of(lines["bytes"], hexadecimal)
     assert packed(form, weight).tolist() == stored
-    assert decoded(form, np.array(stored, np.uint8), np.shape(weight)).tolist() == weight
+    values = decoded(form, np.array(stored, np.uint8), np.shape(weight))
+    assert signed(values) == signed(weight)
     if "scale" in lines:
-        scale = torch.tensor(rows_of(lines["scale"], float)[0])
-        values = quantized(form, weight, scale).dequantize()
-        assert values.tolist() == rows_of(lines["values"], float)
+        if form.scale_encoding == "e8m0":
+            scale = torch.tensor(rows_of(lines["scale"], hexadecimal), dtype=torch.uint8)
+        else:
+            scale = torch.tensor(rows_of(lines["scale"], float))
+        scale = scale if form.granularity == "block" else scale[0]
+        block = tuple(rows_of(lines["block"], int)[0]) if "block" in lines else None
+        values = quantized(form, weight, scale, block=block).dequantize()
+        assert signed(values) == signed(rows_of(lines["values"], float))
 
 
 @pytest.mark.parametrize("column", [1, 2, 3])

@@ -1,0 +1,403 @@
+"""One linear kernel by itself: all probes and bounds of level ``op``.
+
+Needs torch alone, no transformers; made for other people's test suites:
+
+    reconcile.check_linear(my_kernel, weight, contract=reconcile.Contract()).raise_for_verdict()
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from reconcile.contract import DTYPES, Contract
+from reconcile.exceptions import ConfigError, KernelError, nearest
+from reconcile.judge import Finding, judge_bound
+from reconcile.kernel import Engine, FunctionKernel, Kernel, LinearSpec, choose_engine
+from reconcile.limits import error_bound
+from reconcile.linears import SMALLEST_NORMAL, DenseWeight, ReferenceLinear
+from reconcile.probes import (
+    AnyWeight,
+    Probe,
+    code_tables,
+    edges,
+    impulses,
+    integers,
+    layouts,
+    random_rows,
+    specials,
+)
+from reconcile.readout import name_boundaries, name_codes, name_places
+from reconcile.replay import Call, Prepared, repeated
+from reconcile.report import Coverage, Level, Limits, Reason, Report, Row, Verdict
+from reconcile.rounding import bitwise_equal, round_to
+from reconcile.suspect import suspicions
+from reconcile.weight import QuantizedWeight
+
+PROBES = ("impulse", "code_table", "integer", "edge", "special", "layout", "bound", "batch")
+"""Names of the probes, in the order in which they run."""
+
+
+def check_linear(
+    kernel: Kernel | Callable[..., Tensor],
+    weight: QuantizedWeight | Tensor,
+    *,
+    x: Tensor | None = None,
+    bias: Tensor | None = None,
+    contract: Contract | None = None,
+    batch_sizes: Iterable[int] = (1, 4, 5, 64),
+    probes: str | Iterable[str] = "all",
+    repeats: int = 3,
+    seed: int = 0,
+    engine: str = "auto",
+    dtype: torch.dtype | None = None,
+) -> Report:
+    """Check a kernel y = x W^T (+ b) against its contract.
+
+    Args:
+        kernel: a function ``f(x, weight, bias=None)`` or an object with the `Kernel` protocol.
+        weight: a `QuantizedWeight`, or a floating-point tensor [N, K] that the function gets as
+            it is.
+        x: activations [..., K] to check besides the generated ones.
+        bias: [N]; with a `QuantizedWeight` it takes the place of the weight's own.
+        contract: the promised arithmetic; default: the kernel's own, else ``Contract()`` with
+            the activations' dtype as output.
+        batch_sizes: numbers of rows of the random activations.
+        probes: ``all`` or names out of `PROBES`.
+        repeats: calls on one input whose bits must agree.
+        seed: seed of everything random.
+        engine: engine of a kernel that has several.
+        dtype: dtype of the activations; default: that of ``x``, of a float weight, or bfloat16.
+
+    Returns:
+        A report of level ``op``: a row for each call with a known answer. Shapes of made-up
+        weights that the kernel declines are named in the notices.
+
+    Raises:
+        ConfigError: an unknown probe, or arguments that do not fit together.
+        KernelError: an unknown engine.
+    """
+    started = time.perf_counter()
+    subject = _subject(kernel, weight, x, bias, contract, engine, dtype, repeats)
+    rows: list[Row] = []
+    notices: list[str] = []
+    if found := suspicions(subject.weight):
+        finding = Finding({}, reason=Reason.REFERENCE_SUSPECT, text="; ".join(found))
+        rows.append(replace(subject.row("decode", (), finding), level=Level.WEIGHT))
+    else:
+        chosen = _chosen(probes)
+        for probe in _probes(subject, chosen, tuple(batch_sizes), x, seed):
+            row = _run(subject, probe)
+            if row is None:
+                notices.append(f"declined: {probe.name} {list(probe.weight.shape)}: {probe.sees}")
+            else:
+                rows.append(row)
+                if probe.name == "impulse" and "100%" not in probe.sees and probe.amplitude == 1:
+                    notices.append(f"sampled: impulse M={row.shape[0]}: {probe.sees}")
+        if "batch" in chosen:
+            rows.append(_batch(subject, seed))
+    return Report(
+        case=f"check_linear {subject.kernel.name}",
+        rows=tuple(rows),
+        coverage=Coverage(expected=1, compared=int(any(row.stats for row in rows))),
+        command="reconcile.check_linear",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - started, 3),
+        notices=tuple(notices),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """The kernel under test with everything that is the same for all probes."""
+
+    kernel: Kernel
+    engine: Engine | None
+    not_run: str
+    weight: AnyWeight
+    contract: Contract
+    dtype: torch.dtype
+    repeats: int
+    latest: list[tuple[AnyWeight, Prepared | Call, ReferenceLinear]]
+    """The weight under test and the last made-up one, each prepared and decoded once."""
+
+    def ready(self, weight: AnyWeight) -> tuple[Prepared | Call, ReferenceLinear]:
+        """The prepared kernel, and the reference, for a weight."""
+        for known, prepared, reference in self.latest:
+            if known is weight:
+                return prepared, reference
+        prepared = self._prepare(weight)
+        reference = ReferenceLinear(weight, self.contract, torch.float64)
+        del self.latest[1:]
+        self.latest.append((weight, prepared, reference))
+        return prepared, reference
+
+    def _prepare(self, weight: AnyWeight) -> Prepared | Call:
+        if self.engine is None:
+            return Call(output=None, reason=Reason.NOT_RUN, text=self.not_run)
+        name = weight.format.name if isinstance(weight, QuantizedWeight) else str(self.dtype)
+        spec = LinearSpec(
+            n=weight.shape[0],
+            k=weight.shape[1],
+            format=name,
+            bias=weight.bias is not None,
+            activation_dtype=self.dtype,
+        )
+        support = self.kernel.can_implement(spec)
+        if not support:
+            return Call(output=None, reason=Reason.NOT_RUN, text=support.reason)
+        return Prepared.attempt(self.kernel, self.engine, weight, self.contract.output_dtype)
+
+    def row(self, check: str, shape: tuple[int, ...], finding: Finding) -> Row:
+        engine = self.engine
+        return Row(
+            level=Level.OP,
+            tap=f"{self.weight.name or 'linear'}:out",
+            check=check,
+            shape=shape,
+            kernel=self.kernel.name,
+            engine=engine.name if engine else "",
+            implementation=engine.implementation if engine else "",
+            execution=engine.execution if engine else "",
+            fidelity=engine.fidelity if engine else "",
+            verdict=Verdict.PASS if finding.reason is None else finding.reason.verdict,
+            reason=finding.reason,
+            text=finding.text,
+            stats={name: value for name, value in finding.stats.items() if name != "shape"},
+            limits=finding.limits,
+            utilisation=finding.utilisation,
+        )
+
+
+def _subject(
+    kernel: Kernel | Callable[..., Tensor],
+    weight: QuantizedWeight | Tensor,
+    x: Tensor | None,
+    bias: Tensor | None,
+    contract: Contract | None,
+    engine: str,
+    dtype: torch.dtype | None,
+    repeats: int,
+) -> _Subject:
+    subject = kernel if isinstance(kernel, Kernel) else _function(kernel)
+    if repeats < 1:
+        raise ConfigError(f"repeats: expected at least 1, got {repeats}")
+    if isinstance(weight, Tensor):
+        if weight.dim() != 2 or not weight.is_floating_point():
+            raise ConfigError(
+                f"expected a float weight [N, K], got {weight.dtype} {list(weight.shape)}"
+            )
+        dtype = dtype or (x.dtype if x is not None else weight.dtype)
+        judged: AnyWeight = DenseWeight(tensor=weight, bias=bias)
+    else:
+        dtype = dtype or (x.dtype if x is not None else torch.bfloat16)
+        judged = weight if bias is None else replace(weight, bias=bias)
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"activations of {dtype}: {nearest(str(dtype), DTYPES)}")
+    if x is not None and x.shape[-1] != judged.shape[1]:
+        raise ConfigError(f"x {list(x.shape)} does not fit a weight {list(judged.shape)}")
+    promised = contract or subject.contract
+    if promised is None:
+        promised = Contract(output=str(dtype).removeprefix("torch."))
+    if promised.activation != "none":
+        raise ConfigError(f"activation {promised.activation!r} is not implemented")
+    chosen, note = choose_engine(subject, engine)
+    return _Subject(subject, chosen, note, judged, promised, dtype, repeats, [])
+
+
+def _function(kernel: object) -> Kernel:
+    if not callable(kernel):
+        raise KernelError(f"expected a function or a Kernel, got {type(kernel).__name__}")
+    return FunctionKernel(getattr(kernel, "__name__", type(kernel).__name__), kernel)
+
+
+def _chosen(probes: str | Iterable[str]) -> tuple[str, ...]:
+    names = PROBES if probes == "all" else (probes,) if isinstance(probes, str) else tuple(probes)
+    for name in names:
+        if name not in PROBES:
+            raise ConfigError(f"unknown probe {name!r}: {nearest(name, PROBES)}")
+    if not names:
+        raise ConfigError("no probe is named: nothing would be checked")
+    return names
+
+
+def _probes(
+    subject: _Subject, chosen: tuple[str, ...], sizes: tuple[int, ...], x: Tensor | None, seed: int
+) -> Iterator[Probe]:
+    weight, contract, dtype = subject.weight, subject.contract, subject.dtype
+
+    def generator(name: str) -> torch.Generator:
+        return torch.Generator().manual_seed(seed * len(PROBES) + PROBES.index(name))
+
+    made: dict[str, Callable[[torch.Generator], Iterator[Probe]]] = {
+        "impulse": lambda g: impulses(weight, contract, dtype, g),
+        "code_table": lambda g: code_tables(weight, dtype, g),
+        "integer": lambda g: integers(weight, contract, dtype, g),
+        "edge": lambda g: edges(weight, contract, dtype, g),
+        "special": lambda g: specials(weight, dtype, g),
+        "layout": lambda g: layouts(weight, dtype, g),
+        "bound": lambda g: random_rows(weight, sizes, dtype, g),
+    }
+    yield from chain.from_iterable(
+        make(generator(name)) for name, make in made.items() if name in chosen
+    )
+    if x is not None:
+        yield Probe(name="bound", sees="the given activations", weight=weight, x=x)
+
+
+# --------------------------------------------------------------------------- judging
+
+
+def _run(subject: _Subject, probe: Probe) -> Row | None:
+    """The row of one probe; None where the kernel declines a made-up weight."""
+    m, (n, k) = probe.x.numel() // probe.x.shape[-1], probe.weight.shape
+    prepared, reference = subject.ready(probe.weight)
+    contract = subject.contract.at(m)
+    call = repeated(prepared, probe.x, subject.repeats, contract.deterministic)
+    if call.reason is Reason.NOT_RUN and probe.synthetic:
+        return None
+    if call.output is None:
+        finding = Finding({}, reason=call.reason or Reason.RAISED, text=call.text)
+        return subject.row(probe.name, (m, n, k), finding)
+    candidate = call.output.reshape(m, n)
+    finding = _judge(reference, probe, candidate, contract)
+    if call.reason is not None:
+        finding = replace(finding, reason=call.reason, text=call.text)
+    stats = finding.stats | {"sees": probe.sees}
+    return subject.row(probe.name, (m, n, k), replace(finding, stats=stats))
+
+
+def _judge(
+    reference: ReferenceLinear, probe: Probe, candidate: Tensor, contract: Contract
+) -> Finding:
+    x = probe.x.reshape(-1, probe.x.shape[-1])
+    if probe.columns is not None:
+        return _judge_impulse(reference, probe, candidate, contract)
+    if probe.expect == "special":
+        return _judge_special(reference, probe, candidate, contract)
+    y, magnitude = reference(x), reference.magnitude(x)
+    if probe.expect == "exact":
+        return _judge_exact(candidate, y, magnitude, x.shape[-1], contract)
+    return judge_bound(candidate, y, magnitude, x.shape[-1], contract, "float64")
+
+
+def _judge_impulse(
+    reference: ReferenceLinear, probe: Probe, candidate: Tensor, contract: Contract
+) -> Finding:
+    """The output is the effective weight; one product reaches each element."""
+    assert probe.columns is not None
+    weight = reference.effective(candidate.shape[0])
+    spoilt = ~torch.isfinite(weight).all(1)
+    y = probe.amplitude * weight[:, probe.columns].T
+    y[:, spoilt] = probe.x.double() @ weight[spoilt].T  # 0 * NaN and 0 * inf are NaN
+    bias = probe.weight.bias
+    size = y.abs()
+    if bias is not None:
+        y, size = y + bias.double(), size + bias.double().abs()
+    finding = judge_bound(
+        candidate, y, size, probe.products, contract, "float64", nan_is_right=True
+    )
+    if finding.reason is None or finding.reason.verdict is not Verdict.FAIL:
+        return finding
+    wrong = _outside(candidate, y, size, probe.products, contract)
+    got = candidate.double() / probe.amplitude
+    texts = [name_places(probe.columns, wrong)]
+    if isinstance(probe.weight, QuantizedWeight):
+        texts = [
+            name_codes(probe.weight, probe.columns, got, wrong),
+            name_boundaries(probe.weight, probe.columns, got),
+            *texts,
+        ]
+    named = "; ".join(text for text in texts if text)
+    return replace(finding, text=f"{named}; {finding.text}") if named else finding
+
+
+def _outside(
+    candidate: Tensor, y: Tensor, size: Tensor, products: int, contract: Contract
+) -> Tensor:
+    """Elements that the bound refuses."""
+    bound = error_bound(contract, y, size, products, "float64")
+    low, high = (round_to(y + sign * bound, candidate.dtype) for sign in (-1, 1))
+    inside = (candidate >= low) & (candidate <= high)
+    return ~(inside | (candidate.isnan() & y.isnan()))
+
+
+def _judge_exact(
+    candidate: Tensor, y: Tensor, magnitude: Tensor, k: int, contract: Contract
+) -> Finding:
+    """Every order of summation is exact here, and so is the output."""
+    finding = judge_bound(candidate, y, magnitude, k, contract, "float64")
+    wrong = candidate.double() != y
+    limits = Limits(
+        kind="exact",
+        source="sums of few small integers times powers of two are exact in any order",
+        bounds={"differing": 0.0},
+    )
+    exact = replace(finding, limits=limits, utilisation=math.inf if bool(wrong.any()) else 0.0)
+    if not bool(wrong.any()):
+        return replace(exact, reason=None, text="")
+    row, column = (int(i) for i in wrong.nonzero()[0])
+    text = (
+        f"{int(wrong.sum())} of {wrong.numel()} exact results are wrong, first at "
+        f"[{row}, {column}]: {float(candidate[row, column]):g} instead of {float(y[row, column]):g}"
+    )
+    return replace(exact, reason=finding.reason or Reason.OVER_LIMIT, text=text)
+
+
+def _judge_special(
+    reference: ReferenceLinear, probe: Probe, candidate: Tensor, contract: Contract
+) -> Finding:
+    """Finite rows by the bound; NaN and infinity must reach the outputs that they touch."""
+    x = probe.x
+    k = x.shape[-1]
+    finite = x.isfinite().all(1)
+    y, magnitude = reference(x[finite]), reference.magnitude(x[finite])
+    finding = judge_bound(candidate[finite], y, magnitude, k, contract, "float64")
+    if finding.reason is Reason.VACUOUS:
+        finding = replace(finding, reason=None, text="")
+    tiny = x.abs().amax(1) < SMALLEST_NORMAL
+    if finding.reason is Reason.OVER_LIMIT and bool((candidate[tiny] == 0).all()):
+        text = "subnormal inputs count as zero; declare flush_subnormals if that is meant"
+        finding = replace(finding, text=f"{text}; {finding.text}")
+    weight = reference.effective(x.shape[0])
+    for row in (~finite).nonzero().flatten().tolist():
+        (place,) = (~x[row].isfinite()).nonzero().flatten().tolist()
+        touched = weight[:, place] != 0
+        lost = touched & candidate[row].isfinite()
+        if bool(lost.any()):
+            text = (
+                f"{float(x[row, place])} at k = {place} of row {row} is lost in "
+                f"{int(lost.sum())} outputs, first at n = {int(lost.nonzero()[0])}"
+            )
+            return replace(finding, reason=Reason.NONFINITE, text=text)
+    return finding
+
+
+def _batch(subject: _Subject, seed: int) -> Row:
+    """Whether a row has the same bits alone and inside a batch: a property, unless promised."""
+    n, k = subject.weight.shape
+    generator = torch.Generator().manual_seed(seed + 1)
+    x = torch.randn(33, k, generator=generator, dtype=torch.float64).to(subject.dtype)
+    prepared, _ = subject.ready(subject.weight)
+    calls = [repeated(prepared, rows, 1, deterministic=True) for rows in (x, x[7:8])]
+    for call in calls:
+        if call.output is None or call.reason is not None:
+            finding = Finding({}, reason=call.reason or Reason.RAISED, text=call.text)
+            return subject.row("batch", (33, n, k), finding)
+    whole, alone = (call.output for call in calls)
+    assert whole is not None
+    assert alone is not None
+    same = bitwise_equal(whole[7:8], alone)
+    stats = {"batch_invariant": same, "n": n, "sees": "row 7 of 33 alone and inside"}
+    finding = Finding(stats)
+    if not same and subject.contract.at(1).batch_invariant:
+        text = "the contract promises batch invariance; row 7 alone has other bits than inside"
+        finding = Finding(stats, reason=Reason.UNSTABLE, text=text)
+    return subject.row("batch", (33, n, k), finding)

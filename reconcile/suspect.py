@@ -1,0 +1,42 @@
+"""Is the reference fit to judge? What in a weight says that its decoding may be wrong."""
+
+from __future__ import annotations
+
+import torch
+
+from reconcile.linears import DenseWeight
+from reconcile.weight import QuantizedWeight
+
+FORMAT_MAXIMA = {448.0: "E4M3", 240.0: "E4M3FNUZ", 57344.0: "E5M2", 6.0: "E2M1", 127.0: "int8"}
+"""Largest magnitude of number formats: a weight that reaches one exactly was not dequantised."""
+
+
+def suspicions(weight: QuantizedWeight | DenseWeight) -> list[str]:
+    """What speaks against judging by this weight; empty where nothing does."""
+    values = weight.dequantize(torch.float64)
+    found = []
+    odd = int((~values.isfinite()).sum())
+    if odd:
+        found.append(f"{odd} of {values.numel()} decoded weights are NaN or infinite")
+    amax = float(values[values.isfinite()].abs().max()) if odd < values.numel() else 0.0
+    if amax == 0:
+        found.append("every decoded weight is zero")
+    if amax in FORMAT_MAXIMA and not _is_ternary(weight):
+        found.append(
+            f"the largest decoded weight is {amax:g}, the maximum of {FORMAT_MAXIMA[amax]}: a "
+            "scale is missing"
+        )
+    if isinstance(weight, QuantizedWeight):
+        found += _scales(weight)
+    return found
+
+
+def _scales(weight: QuantizedWeight) -> list[str]:
+    scales = weight.format.scale_values(weight.scales)
+    if scales.numel() > 1 and bool((scales == 1).all()):
+        return [f"all {scales.numel()} scales are 1: they may never have been loaded"]
+    return []
+
+
+def _is_ternary(weight: QuantizedWeight | DenseWeight) -> bool:
+    return isinstance(weight, QuantizedWeight) and len(weight.format.table) <= 4
