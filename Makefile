@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MAKEFLAGS += --no-print-directory
 
-.PHONY: venv run test lint bench format clean
+.PHONY: venv run test test-slow lint bench format clean
 
 run: venv
 	$(BIN)/reconcile run
@@ -22,6 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: venv
 	$(BIN)/python -m pytest
+
+test-slow: venv
+	$(BIN)/python -m pytest tests -m slow
 
 lint: venv
 	@if ls kernels/__init__.py references/__init__.py reports/__init__.py fixtures/__init__.py tests/__init__.py 2>/dev/null; then echo 'these must not be packages: kernels is the import name of Hugging Face kernels'; exit 1; fi

@@ -1,8 +1,10 @@
 """Error statistics of one (candidate, reference) pair; no limits and no verdicts here.
 
-Everything is computed in float64 (ulps in integers). The sum over a row is numpy's pairwise
-sum, the sum over rows is exact; so the result depends neither on the size of the chunks, nor on
-their order, nor on the number of threads.
+Everything is computed in float64 (ulps in integers). Sums are added in the order that
+`reconcile.fused_stats` describes: exactly, but for short pieces of a row; so the result depends
+neither on the size of the chunks, nor on their order, nor on the number of threads, nor on which
+code computes it: one native pass for CPU tensors where there is a compiler, torch operators
+elsewhere.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from reconcile.rounding import bitwise_equal, code_order, round_to
+from reconcile.fused_stats import BLOCK, LANES, SUMS, Totals, measure
+from reconcile.rounding import bit_view, code_order, round_to
 
 CHUNK = 1 << 20
 """Elements per chunk; bounds the temporaries to a few dozen MB."""
@@ -119,10 +123,16 @@ def error_stats(candidate: Tensor, reference: Tensor) -> ErrorStats:
             f"expected a candidate in one of {', '.join(map(str, CANDIDATE_DTYPES))} and a "
             f"floating-point reference, got {candidate.dtype} and {reference.dtype}"
         )
+    c, r = candidate.detach(), reference.detach()
+    return _statistics(measure(c, r) or _torch_totals(c, r), tuple(c.shape))
+
+
+def _torch_totals(candidate: Tensor, reference: Tensor) -> Totals:
+    """What `measure` gives, in torch operators on chunks of rows; on any device."""
     total = _Accumulator(candidate.shape[-1] if candidate.dim() else 1)
-    for start, c, r in _row_chunks(candidate.detach(), reference.detach()):
+    for start, c, r in _row_chunks(candidate, reference):
         total.add(start, c, r)
-    return total.result(tuple(candidate.shape))
+    return total.result()
 
 
 def _row_chunks(candidate: Tensor, reference: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -140,7 +150,7 @@ class _Accumulator:
     def __init__(self, columns: int) -> None:
         self.columns = columns
         self.counts: Counter[str] = Counter()
-        self.sums: dict[str, list[float]] = {}
+        self.sums: tuple[list[float], ...] = tuple([] for _ in SUMS)
         self.max_abs = _Maximum()
         self.max_rel = _Maximum()
         self.first_mismatch: int | None = None
@@ -155,6 +165,8 @@ class _Accumulator:
     def add(self, start: int, c: Tensor, r: Tensor) -> None:
         """Fold in rows ``start ...`` of both sides."""
         rounded = round_to(r, c.dtype)
+        if c.dtype != r.dtype:  # the bits of a NaN that was converted are nobody's promise
+            rounded = torch.where(c.isnan() & rounded.isnan(), c, rounded)
         self._nonfinite(start, c, rounded)
         finite = c.isfinite() & rounded.isfinite()
         self.counts["finite"] += int(finite.sum())
@@ -176,7 +188,7 @@ class _Accumulator:
         if found and self.first_mismatch is None:
             self.first_mismatch = start * self.columns + int(mismatch.flatten().int().argmax())
         self.counts["nonfinite_mismatch"] += found
-        self.bitwise &= bitwise_equal(c, rounded)
+        self.bitwise &= torch.equal(bit_view(c), bit_view(rounded))
 
     def _values(self, start: int, c: Tensor, r: Tensor, finite: Tensor) -> None:
         error = c - r
@@ -184,16 +196,11 @@ class _Accumulator:
         offset = start * self.columns
         self.max_abs.update(torch.where(finite, size, -1.0), offset, c, r)
         self.max_rel.update(torch.where(amount > 0, size / amount, -1.0), offset, c, r)
-        row_error, row_power = _row_sums(error * error), _row_sums(r * r)
-        for name, rows in (
-            ("abs", _row_sums(size)),
-            ("error", row_error),
-            ("power", row_power),
-            ("candidate", _row_sums(c * c)),
-            ("dot", _row_sums(c * r)),
-        ):
-            self.sums.setdefault(name, []).extend(_exact(rows.tolist()))
-        self.row_nmse += [(start + i, v) for i, v in _worst(_ratio(row_error, row_power))]
+        blocks = [_block_sums(terms) for terms in (size, error * error, r * r, c * c, c * r)]
+        for parts, found in zip(self.sums, blocks, strict=True):
+            parts.extend(_exact(found.flatten().tolist()))
+        ratio = _ratio(_row_sums(blocks[1]), _row_sums(blocks[2]))
+        self.row_nmse += [(start + i, v) for i, v in _worst(ratio)]
         self.column_max = torch.maximum(self.column_max, size.amax(0))
         self.amax = max(self.amax, float(amount.max()))
         if bool(finite.any()):
@@ -201,6 +208,7 @@ class _Accumulator:
             self.lowest = min(self.lowest, float(values.min()))
             self.highest = max(self.highest, float(values.max()))
         exponents = torch.frexp(size[size > 0]).exponent
+        exponents[size[size > 0].isinf()] = 1025  # 2^1024 and more
         bins, counts = np.unique(exponents.numpy(), return_counts=True)
         self.histogram.update(dict(zip(bins.tolist(), counts.tolist(), strict=True)))
 
@@ -216,43 +224,74 @@ class _Accumulator:
         side = (ahead > behind).to(torch.int8) - (ahead < behind).to(torch.int8)
         self.counts["bias"] += int(torch.where(finite, side * r.sign(), 0).sum())
 
-    def result(self, shape: Index) -> ErrorStats:
-        """The statistics of everything that was added."""
-        total = {name: _sum(values) for name, values in self.sums.items()}
-        counts, n, finite = self.counts, self.counts["n"], max(1, self.counts["finite"])
-        rows = sorted(self.row_nmse, key=lambda pair: (-_nan_first(pair[1]), pair[0]))[:WORST]
-        norm = math.sqrt(total["candidate"]) * math.sqrt(total["power"])
-        return ErrorStats(
-            n=n,
+    def result(self) -> Totals:
+        """The totals of everything that was added."""
+        counts = self.counts
+        return Totals(
+            n=counts["n"],
+            finite=counts["finite"],
             nan_candidate=counts["nan_candidate"],
             inf_candidate=counts["inf_candidate"],
             nan_reference=counts["nan_reference"],
             inf_reference=counts["inf_reference"],
-            nonfinite_mismatch=counts["nonfinite_mismatch"],
-            nonfinite_index=_index(self.first_mismatch, shape),
+            mismatch=counts["nonfinite_mismatch"],
+            mismatch_place=self.first_mismatch,
             bitwise_equal=self.bitwise,
             differing=counts["differing"],
+            over_1ulp=counts["over_1ulp"],
+            bias=counts["bias"],
+            max_ulp=self.max_ulp,
             max_abs=self.max_abs.value,
-            max_abs_index=_index(self.max_abs.place, shape),
+            max_abs_place=self.max_abs.place,
             max_abs_candidate=self.max_abs.candidate,
             max_abs_reference=self.max_abs.reference,
             max_rel=self.max_rel.value,
-            max_rel_index=_index(self.max_rel.place, shape),
-            mean_abs=total["abs"] / finite,
-            rmse=math.sqrt(total["error"] / finite),
-            nmse=nmse(total["error"], total["power"]),
-            worst_row_nmse=rows[0][1],
-            cosine=min(1.0, max(-1.0, total["dot"] / norm)) if norm > 0 else math.nan,
-            bias=counts["bias"] / finite,
-            max_ulp=self.max_ulp,
-            frac_over_1ulp=counts["over_1ulp"] / finite,
+            max_rel_place=self.max_rel.place,
             reference_amax=self.amax,
             reference_constant=self.lowest >= self.highest,
-            histogram=tuple(sorted(self.histogram.items())),
-            worst_rows=tuple(rows),
+            sums=tuple(map(_sum, self.sums)),
+            worst_rows=tuple(sorted(self.row_nmse, key=_worst_first)[:WORST]),
             worst_columns=_worst(self.column_max),
-            shape=shape,
+            histogram=tuple(sorted(self.histogram.items())),
         )
+
+
+def _statistics(total: Totals, shape: Index) -> ErrorStats:
+    """The statistics of a pair of this shape."""
+    size, error, power, candidate, dot = total.sums
+    finite = max(1, total.finite)
+    norm = math.sqrt(candidate) * math.sqrt(power)
+    return ErrorStats(
+        n=total.n,
+        nan_candidate=total.nan_candidate,
+        inf_candidate=total.inf_candidate,
+        nan_reference=total.nan_reference,
+        inf_reference=total.inf_reference,
+        nonfinite_mismatch=total.mismatch,
+        nonfinite_index=_index(total.mismatch_place, shape),
+        bitwise_equal=total.bitwise_equal,
+        differing=total.differing,
+        max_abs=total.max_abs,
+        max_abs_index=_index(total.max_abs_place, shape),
+        max_abs_candidate=total.max_abs_candidate,
+        max_abs_reference=total.max_abs_reference,
+        max_rel=total.max_rel,
+        max_rel_index=_index(total.max_rel_place, shape),
+        mean_abs=size / finite,
+        rmse=math.sqrt(error / finite),
+        nmse=nmse(error, power),
+        worst_row_nmse=total.worst_rows[0][1],
+        cosine=min(1.0, max(-1.0, dot / norm)) if norm > 0 else math.nan,
+        bias=total.bias / finite,
+        max_ulp=total.max_ulp,
+        frac_over_1ulp=total.over_1ulp / finite,
+        reference_amax=total.reference_amax,
+        reference_constant=total.reference_constant,
+        histogram=total.histogram,
+        worst_rows=total.worst_rows,
+        worst_columns=total.worst_columns,
+        shape=shape,
+    )
 
 
 class _Maximum:
@@ -272,26 +311,59 @@ class _Maximum:
             self.reference = float(r.flatten()[place])
 
 
-def _row_sums(values: Tensor) -> Tensor:
-    """Pairwise sums [R] over the rows of a contiguous [R, C], whatever R and the threads."""
-    return torch.from_numpy(np.add.reduce(values.numpy(), axis=1))
+def _block_sums(values: Tensor) -> Tensor:
+    """Sums [R, B] over the blocks of the rows of [R, C], in the order of `fused_stats`."""
+    rows, columns = values.shape
+    lanes = min(LANES, 1 << (columns - 1).bit_length())  # lanes beyond the row would stay 0
+    width = min(BLOCK, -columns // lanes * -lanes)
+    blocks = -(columns // -width)
+    padded = np.zeros((rows, blocks * width))
+    padded[:, :columns] = values.numpy()
+    terms = padded.reshape(rows, blocks, width // lanes, lanes)
+    total = np.zeros((rows, blocks, lanes))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for step in range(terms.shape[2]):
+            total += terms[:, :, step]
+        while (half := total.shape[2] // 2) > 0:
+            total = total[:, :, :half] + total[:, :, half:]
+    return torch.from_numpy(total[:, :, 0])
+
+
+def _row_sums(blocks: Tensor) -> Tensor:
+    """The exact sums [R] of [R, B], rounded once."""
+    if blocks.shape[1] == 1:
+        return blocks[:, 0]
+    return torch.tensor([_sum(row) for row in blocks.tolist()], dtype=torch.float64)
 
 
 def _exact(values: list[float]) -> list[float]:
     """Few numbers with exactly the same sum (each is what rounding took from the one before)."""
     parts: list[float] = []
-    while (part := _sum(values)) != 0 and math.isfinite(part):
+    remaining = list(values)
+    while (part := _sum(remaining)) != 0:
+        if not math.isfinite(part):
+            return values
         parts.append(part)
-        values.append(-part)
-    return parts if part == 0 else [part]
+        remaining.append(-part)
+    return parts
 
 
 def _sum(values: list[float]) -> float:
-    """The exact sum, rounded once; the plain sum where it overflows."""
+    """The exact sum, rounded once; inf where it overflows, inf or NaN where such are added."""
     try:
         return math.fsum(values)
-    except (OverflowError, ValueError):
-        return sum(values)
+    except ValueError:  # both infinities
+        return math.nan
+    except OverflowError:  # perhaps only on the way
+        return _limited(sum(map(Fraction, values)))
+
+
+def _limited(value: Fraction | int) -> float:
+    """``value`` rounded to a float, inf beyond the largest."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _worst(values: Tensor) -> tuple[tuple[int, float], ...]:
@@ -300,8 +372,10 @@ def _worst(values: Tensor) -> tuple[tuple[int, float], ...]:
     return tuple(zip(found.indices[:WORST].tolist(), found.values[:WORST].tolist(), strict=True))
 
 
-def _nan_first(value: float) -> float:
-    return math.inf if math.isnan(value) else value
+def _worst_first(pair: tuple[int, float]) -> tuple[bool, float, int]:
+    """Sorts pairs (place, value) like `_worst`."""
+    place, value = pair
+    return (False, 0.0, place) if math.isnan(value) else (True, -value, place)
 
 
 def nmse(error: float, power: float) -> float:

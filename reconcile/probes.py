@@ -7,9 +7,9 @@ kernel gets them for nothing. Each says what it can see.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ def impulses(
     Also a sweep of small integer amplitudes, which shows a scale that is kept in low precision:
     at one amplitude it hides behind the output's rounding 94 times in 100.
     """
+    weight = _with_bias(weight, weight, torch.zeros_like)
     n, k = weight.shape
     whole = min(k, max(1, int(BUDGET / (n * k))))
     regimes = [largest for largest, _ in contract.by_batch]
@@ -119,6 +120,7 @@ def code_tables(
             spread = torch.tensor(finite).repeat(-(-n * k // len(finite)))[: n * k]
             grid = grid.flatten().index_copy(0, places, spread).view(n, k)
         made = synthetic(form, grid, _odd_scales(form, (n, k), generator))
+        made = _with_bias(made, weight, torch.zeros_like)
         sees = f"{what} of {form.name} at {'several places' if codes is finite else 'one place'}"
         probe = _impulse(made, dtype, torch.arange(k))
         yield replace(probe, name="code_table", sees=sees, synthetic=True)
@@ -143,7 +145,7 @@ def integers(
     narrow = contract.partials if contract.split_k > 1 else contract.accumulator
     digits = min(-math.log2(UNIT_ROUNDOFF[d]) for d in (narrow, contract.output))
     terms = max(1, int(2.0**digits * quantum / largest))
-    made = integer_weight(weight, generator)
+    made = _with_bias(integer_weight(weight, generator), weight, torch.ones_like)
     rows = min(max(4, 2 * -(-k // terms)), 256)
     x = torch.zeros(rows, k, dtype=dtype)
     for row in range(rows):
@@ -181,6 +183,7 @@ def edges(
         made = random_weight(weight, (rows, columns), generator)
         if made is None:
             continue
+        made = _with_bias(made, weight, lambda b: torch.randn(b.shape, generator=generator).to(b))
         x = _slabs(5, columns, step_k, dtype, generator)
         sees = f"edges of N={rows}, K={columns}"
         yield Probe(name="edge", sees=sees, weight=made, x=x, synthetic=True)
@@ -264,6 +267,13 @@ def synthetic(form: Format, codes: Tensor, scales: Tensor) -> QuantizedWeight:
     shape = (int(codes.shape[0]), int(codes.shape[1]))
     packed = form.pack(codes.to(torch.uint8))
     return QuantizedWeight(codes=packed, scales=scales, format=form, shape=shape, name="synthetic")
+
+
+def _with_bias(made: Any, like: AnyWeight, fill: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+    """``made`` with a bias where ``like`` has one: a kernel may not expect to be without."""
+    if like.bias is None:
+        return made
+    return replace(made, bias=fill(like.bias.new_empty(made.shape[0])))
 
 
 def random_weight(

@@ -1,0 +1,530 @@
+// The AVX-512 way through one block: the same numbers as `block_portable`, 16 elements at a time.
+//
+// Every function carries its target in an attribute, so that the file compiles without -march
+// and the caller decides at run time.
+#ifndef RECONCILE_FUSED_AVX512_H
+#define RECONCILE_FUSED_AVX512_H
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "fused_state.h"
+
+#define RECONCILE_AVX512 \
+  __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,fma,popcnt")))
+#define RECONCILE_AVX512_INLINE RECONCILE_AVX512 __attribute__((always_inline)) inline
+
+namespace avx512 {
+
+inline bool supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+// ------------------------------------------------------------------ 16 elements of a dtype
+
+struct Doubles {
+  __m512d lo, hi;
+};
+
+template <class T>
+constexpr bool kIsWide = std::is_same_v<T, Float64>;
+
+// Whether every R is a C, so that rounding to C keeps it.
+template <class C, class R>
+constexpr bool kIsExact = std::is_same_v<C, R> || kIsWide<C> ||
+                          (std::is_same_v<C, Float32> && !kIsWide<R>);
+
+// The 16 elements as they are in memory; elements outside `mask` are +0.
+template <class T, bool kFull>
+struct Vector;
+
+template <bool kFull>
+struct Vector<Float64, kFull> {
+  __m512d lo, hi;
+  RECONCILE_AVX512_INLINE static Vector load(const Float64* p, __mmask16 mask) {
+    if constexpr (kFull) return {_mm512_loadu_pd(p), _mm512_loadu_pd(p + 8)};
+    const auto low = static_cast<__mmask8>(mask), high = static_cast<__mmask8>(mask >> 8);
+    return {_mm512_maskz_loadu_pd(low, p), _mm512_maskz_loadu_pd(high, p + 8)};
+  }
+  RECONCILE_AVX512_INLINE Doubles doubles() const { return {lo, hi}; }
+};
+
+template <bool kFull>
+struct Vector<Float32, kFull> {
+  __m512 x;
+  RECONCILE_AVX512_INLINE static Vector load(const Float32* p, __mmask16 mask) {
+    if constexpr (kFull) return {_mm512_loadu_ps(p)};
+    return {_mm512_maskz_loadu_ps(mask, p)};
+  }
+  RECONCILE_AVX512_INLINE __m512 floats() const { return x; }
+  RECONCILE_AVX512_INLINE __m512i codes() const { return _mm512_castps_si512(x); }
+};
+
+template <class T, bool kFull>
+struct HalfVector {
+  __m256i x;
+  RECONCILE_AVX512_INLINE static __m256i raw(const T* p, __mmask16 mask) {
+    if constexpr (kFull) return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm256_maskz_loadu_epi16(mask, p);
+  }
+  // 16-bit codes in 32-bit lanes, with their sign
+  RECONCILE_AVX512_INLINE __m512i codes() const { return _mm512_cvtepi16_epi32(x); }
+};
+
+template <bool kFull>
+struct Vector<BFloat16, kFull> : HalfVector<BFloat16, kFull> {
+  RECONCILE_AVX512_INLINE static Vector load(const BFloat16* p, __mmask16 mask) {
+    return {{Vector::raw(p, mask)}};
+  }
+  RECONCILE_AVX512_INLINE __m512 floats() const {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(this->x), 16));
+  }
+};
+
+template <bool kFull>
+struct Vector<Float16, kFull> : HalfVector<Float16, kFull> {
+  RECONCILE_AVX512_INLINE static Vector load(const Float16* p, __mmask16 mask) {
+    return {{Vector::raw(p, mask)}};
+  }
+  RECONCILE_AVX512_INLINE __m512 floats() const { return _mm512_cvtph_ps(this->x); }
+};
+
+RECONCILE_AVX512_INLINE Doubles widened(__m512 x) {
+  return {_mm512_cvtps_pd(_mm512_castps512_ps256(x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1))};
+}
+
+template <class T, bool kFull>
+RECONCILE_AVX512_INLINE Doubles doubles(const Vector<T, kFull>& v) {
+  if constexpr (kIsWide<T>) {
+    return v.doubles();
+  } else {
+    return widened(v.floats());
+  }
+}
+
+// ------------------------------------------------------------------ codes of 16 elements
+// Float64 has two vectors of 64-bit codes, every other dtype one vector of 32-bit lanes in which
+// a 16-bit code has its sign extended.
+
+template <class T, bool kWide = kIsWide<T>>
+struct Codes {
+  __m512i x;
+};
+template <class T>
+struct Codes<T, true> {
+  __m512i lo, hi;
+};
+
+// Eight doubles rounded to odd in float32 (see `odd_float_bits`).
+RECONCILE_AVX512_INLINE __m256 odd_floats(__m512d x) {
+  const __m256 near = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+  const __mmask8 lost = _mm512_cmp_pd_mask(_mm512_cvtps_pd(near), x, _CMP_NEQ_OQ);
+  const __m256i bits = _mm256_castps_si256(near);
+  return _mm256_castsi256_ps(_mm256_mask_or_epi32(bits, lost, bits, _mm256_set1_epi32(1)));
+}
+
+RECONCILE_AVX512_INLINE __m512 joined(__m256 lo, __m256 hi) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(lo), hi, 1);
+}
+
+template <class C>
+RECONCILE_AVX512_INLINE __m512i codes_of_floats(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  if constexpr (std::is_same_v<C, Float32>) {
+    return bits;
+  } else if constexpr (std::is_same_v<C, BFloat16>) {
+    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i more = _mm512_add_epi32(last, _mm512_set1_epi32(0x7fff));
+    const __m512i code = _mm512_srai_epi32(_mm512_add_epi32(bits, more), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(code, nan, _mm512_set1_epi32(0x7fc0));
+  } else {
+    return _mm512_cvtepi16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+}
+
+// Codes in C's format of 16 elements of a T, rounded once.
+template <class C, class T, bool kFull>
+RECONCILE_AVX512_INLINE Codes<C> codes(const Vector<T, kFull>& v, const Doubles& values) {
+  if constexpr (kIsWide<C>) {
+    return {_mm512_castpd_si512(values.lo), _mm512_castpd_si512(values.hi)};
+  } else if constexpr (std::is_same_v<C, T>) {
+    return {v.codes()};
+  } else if constexpr (!kIsWide<T>) {
+    return {codes_of_floats<C>(v.floats())};
+  } else if constexpr (std::is_same_v<C, Float32>) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm512_castps_si512(joined(_mm512_cvt_roundpd_ps(values.lo, mode),
+                                       _mm512_cvt_roundpd_ps(values.hi, mode)))};
+  } else {
+    return {codes_of_floats<C>(joined(odd_floats(values.lo), odd_floats(values.hi)))};
+  }
+}
+
+template <class C>
+RECONCILE_AVX512_INLINE __mmask16 finite_lanes(const Codes<C>& c, const Codes<C>& q) {
+  if constexpr (kIsWide<C>) {
+    const __m512i size = _mm512_set1_epi64(kMagnitude<C>), inf = _mm512_set1_epi64(C::kInf);
+    const __m512i lo = _mm512_max_epu64(_mm512_and_si512(c.lo, size), _mm512_and_si512(q.lo, size));
+    const __m512i hi = _mm512_max_epu64(_mm512_and_si512(c.hi, size), _mm512_and_si512(q.hi, size));
+    return _mm512_kunpackb(_mm512_cmplt_epu64_mask(hi, inf), _mm512_cmplt_epu64_mask(lo, inf));
+  } else {
+    const __m512i size = _mm512_set1_epi32(kMagnitude<C>), inf = _mm512_set1_epi32(C::kInf);
+    const __m512i most = _mm512_max_epu32(_mm512_and_si512(c.x, size), _mm512_and_si512(q.x, size));
+    return _mm512_cmplt_epu32_mask(most, inf);
+  }
+}
+
+template <class C>
+RECONCILE_AVX512_INLINE Codes<C> kept(const Codes<C>& c, __mmask16 mask) {
+  if constexpr (kIsWide<C>) {
+    return {_mm512_maskz_mov_epi64(static_cast<__mmask8>(mask), c.lo),
+            _mm512_maskz_mov_epi64(static_cast<__mmask8>(mask >> 8), c.hi)};
+  } else {
+    return {_mm512_maskz_mov_epi32(mask, c.x)};
+  }
+}
+
+RECONCILE_AVX512_INLINE Doubles kept(const Doubles& v, __mmask16 mask) {
+  return {_mm512_maskz_mov_pd(static_cast<__mmask8>(mask), v.lo),
+          _mm512_maskz_mov_pd(static_cast<__mmask8>(mask >> 8), v.hi)};
+}
+
+// `code_order` of 32-bit lanes; `signs` is all ones where the code is negative.
+template <class C>
+RECONCILE_AVX512_INLINE __m512i order(__m512i code, __m512i signs) {
+  const __m512i flip = _mm512_and_si512(signs, _mm512_set1_epi32(kMagnitude<C>));
+  return _mm512_sub_epi32(_mm512_xor_si512(code, flip), signs);
+}
+
+RECONCILE_AVX512_INLINE __m512i order64(__m512i code) {
+  const __m512i signs = _mm512_srai_epi64(code, 63);
+  const __m512i flip = _mm512_and_si512(signs, _mm512_set1_epi64(kMagnitude<Float64>));
+  return _mm512_sub_epi64(_mm512_xor_si512(code, flip), signs);
+}
+
+// ------------------------------------------------------------------ running values of a block
+// Plain structs that begin as `{}`: a constructor would be compiled without AVX-512.
+
+struct Sum {
+  __m512d lo, hi;
+};
+
+template <bool kExactProduct>
+RECONCILE_AVX512_INLINE __m512d plus_product(__m512d sum, __m512d a, __m512d b) {
+  // one rounding less than a product and an addition, unless the product is exact
+  if constexpr (kExactProduct) return _mm512_fmadd_pd(a, b, sum);
+  return _mm512_add_pd(sum, _mm512_mul_pd(a, b));
+}
+
+struct Running {
+  Sum abs, error, power, candidate, dot;
+  __m512d amax, bar, max_rel;
+  __m512i max_ulp, changed_bits;
+  int64_t differing, not_equal, over_1ulp, away, sided;
+};
+
+// Counts exponent fields in a window of 32: a count has four bits in a 64-bit lane, 16 counts
+// make one accumulator, and a shift by more than 63 counts nothing.
+struct Window {
+  __m512i first, second, bytes[4];
+  __m512i start;  // four times the first exponent field
+
+  RECONCILE_AVX512_INLINE void add(__m512d size) {
+    const __m512i one = _mm512_set1_epi64(1);
+    const __m512i field4 = _mm512_and_si512(_mm512_srli_epi64(_mm512_castpd_si512(size), 50),
+                                            _mm512_set1_epi64(~3ll));
+    const __m512i shift = _mm512_sub_epi64(field4, start);
+    first = _mm512_add_epi64(first, _mm512_sllv_epi64(one, shift));
+    second = _mm512_add_epi64(
+        second, _mm512_sllv_epi64(one, _mm512_sub_epi64(shift, _mm512_set1_epi64(64))));
+  }
+
+  // Widens the counts to eight bits; due before 16 additions.
+  RECONCILE_AVX512_INLINE void widen() {
+    const __m512i low = _mm512_set1_epi8(15);
+    bytes[0] = _mm512_add_epi8(bytes[0], _mm512_and_si512(first, low));
+    bytes[1] = _mm512_add_epi8(bytes[1], _mm512_and_si512(_mm512_srli_epi64(first, 4), low));
+    bytes[2] = _mm512_add_epi8(bytes[2], _mm512_and_si512(second, low));
+    bytes[3] = _mm512_add_epi8(bytes[3], _mm512_and_si512(_mm512_srli_epi64(second, 4), low));
+    first = second = _mm512_setzero_si512();
+  }
+};
+constexpr int kWidenEvery = 7;  // steps of two additions each
+static_assert(2 * kBlock / kLanes <= 255, "the counts of a block fit in bytes");
+
+// The eight columns of bytes, summed over the eight 64-bit lanes.
+RECONCILE_AVX512_INLINE __m128i column_sums(__m512i bytes) {
+  const __m512i half = _mm512_add_epi16(_mm512_cvtepu8_epi16(_mm512_castsi512_si256(bytes)),
+                                        _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(bytes, 1)));
+  const __m256i quarter =
+      _mm256_add_epi16(_mm512_castsi512_si256(half), _mm512_extracti64x4_epi64(half, 1));
+  return _mm_add_epi16(_mm256_castsi256_si128(quarter), _mm256_extracti128_si256(quarter, 1));
+}
+
+// Adds the window's counts to the histogram, if they are `expected` counts in all.
+RECONCILE_AVX512_INLINE bool take_window(State& s, const Window& w, int64_t expected) {
+  uint16_t counts[4][8];
+  __m128i sum = _mm_setzero_si128();
+  for (int k = 0; k < 4; ++k) {
+    const __m128i found = column_sums(w.bytes[k]);
+    sum = _mm_add_epi16(sum, found);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(counts[k]), found);
+  }
+  const __m128i pairs = _mm_madd_epi16(sum, _mm_set1_epi16(1));
+  const __m128i fours = _mm_add_epi32(pairs, _mm_shuffle_epi32(pairs, 0x4e));
+  const int total = _mm_cvtsi128_si32(_mm_add_epi32(fours, _mm_shuffle_epi32(fours, 0xb1)));
+  if (total != expected) return false;
+  uint64_t* bins = s.histogram + s.window - 1022 + kBinOfZero;
+  for (int k = 0; k < 8; ++k) {
+    bins[2 * k] += counts[0][k];
+    bins[2 * k + 1] += counts[1][k];
+    bins[16 + 2 * k] += counts[2][k];
+    bins[16 + 2 * k + 1] += counts[3][k];
+  }
+  return true;
+}
+
+// The slow way for a block whose errors are not all in the window, which it moves.
+template <class C, class R>
+__attribute__((noinline)) void count_exponents(State& s, const C* c, const R* r, int count) {
+  double largest = 0;
+  for (int i = 0; i < count; ++i) {
+    if (!is_finite(c[i]) || !is_finite(round_to<C>(r[i]))) continue;
+    const double size = std::fabs(to_double(c[i]) - to_double(r[i]));
+    if (size > 0) ++s.histogram[exponent_bin(size)];
+    if (size > largest) largest = size;
+  }
+  const auto field = static_cast<int>(bit_cast<uint64_t>(largest) >> 52);
+  // the largest field but one, so that a somewhat larger error stays inside; never field 0,
+  // which is that of 0 and of subnormal numbers
+  s.window = field > 31 ? (field < 2047 ? field - 30 : 2047 - 31) : 1;
+}
+
+// ------------------------------------------------------------------ one step of 16 elements
+
+// Distances in ulps, and the side on which the candidate lies; false lanes of float64 apart.
+template <class C, class R>
+RECONCILE_AVX512_INLINE __mmask16 ulps(Running& t, const Codes<C>& c, const Codes<C>& q,
+                                       const Doubles& r) {
+  __mmask16 differ, over, ahead, moved;
+  if constexpr (kIsWide<C>) {
+    t.changed_bits = _mm512_or_si512(
+        t.changed_bits, _mm512_or_si512(_mm512_xor_si512(c.lo, q.lo), _mm512_xor_si512(c.hi, q.hi)));
+    const __m512i c0 = order64(c.lo), c1 = order64(c.hi), q0 = order64(q.lo), q1 = order64(q.hi);
+    const __m512i d0 = _mm512_sub_epi64(_mm512_max_epi64(c0, q0), _mm512_min_epi64(c0, q0));
+    const __m512i d1 = _mm512_sub_epi64(_mm512_max_epi64(c1, q1), _mm512_min_epi64(c1, q1));
+    const __m512i one = _mm512_set1_epi64(1);
+    t.max_ulp = _mm512_max_epu64(t.max_ulp, _mm512_max_epu64(d0, d1));
+    differ = _mm512_kunpackb(_mm512_test_epi64_mask(d1, d1), _mm512_test_epi64_mask(d0, d0));
+    over = _mm512_kunpackb(_mm512_cmpgt_epu64_mask(d1, one), _mm512_cmpgt_epu64_mask(d0, one));
+    const __mmask16 above =
+        _mm512_kunpackb(_mm512_cmpgt_epi64_mask(c1, q1), _mm512_cmpgt_epi64_mask(c0, q0));
+    const __mmask16 negative = _mm512_kunpackb(_mm512_movepi64_mask(q1), _mm512_movepi64_mask(q0));
+    moved = _mm512_kunpackb(_mm512_test_epi64_mask(q1, q1), _mm512_test_epi64_mask(q0, q0));
+    ahead = above ^ negative;
+  } else {
+    t.changed_bits = _mm512_or_si512(t.changed_bits, _mm512_xor_si512(c.x, q.x));
+    const __m512i signs = _mm512_srai_epi32(q.x, 31);
+    const __m512i c0 = order<C>(c.x, _mm512_srai_epi32(c.x, 31)), q0 = order<C>(q.x, signs);
+    const __m512i d = _mm512_sub_epi32(_mm512_max_epi32(c0, q0), _mm512_min_epi32(c0, q0));
+    t.max_ulp = _mm512_max_epu32(t.max_ulp, d);
+    differ = _mm512_test_epi32_mask(d, d);
+    over = _mm512_cmpgt_epu32_mask(d, _mm512_set1_epi32(1));
+    // the sign of -0 or of a reference that became 0 is that of its code
+    ahead = _mm512_cmpgt_epi32_mask(c0, q0) ^ _mm512_movepi32_mask(q.x);
+    if constexpr (kIsExact<C, R>) {
+      moved = _mm512_test_epi32_mask(q0, q0);
+    } else {
+      const __m512d zero = _mm512_setzero_pd();
+      moved = _mm512_kunpackb(_mm512_cmp_pd_mask(r.hi, zero, _CMP_NEQ_OQ),
+                              _mm512_cmp_pd_mask(r.lo, zero, _CMP_NEQ_OQ));
+    }
+  }
+  const __mmask16 sided = differ & moved;
+  t.differing += __builtin_popcount(differ);
+  t.over_1ulp += __builtin_popcount(over);
+  t.sided += __builtin_popcount(sided);
+  t.away += __builtin_popcount(ahead & sided);
+  return moved;
+}
+
+template <class C, class R>
+RECONCILE_AVX512_INLINE void sum_up(Running& t, const Doubles& c, const Doubles& r,
+                                    const Doubles& error, const Doubles& size) {
+  constexpr bool narrow_c = !kIsWide<C>, narrow_r = !kIsWide<R>;
+  t.abs.lo = _mm512_add_pd(t.abs.lo, size.lo);
+  t.abs.hi = _mm512_add_pd(t.abs.hi, size.hi);
+  t.error.lo = plus_product<false>(t.error.lo, error.lo, error.lo);
+  t.error.hi = plus_product<false>(t.error.hi, error.hi, error.hi);
+  t.power.lo = plus_product<narrow_r>(t.power.lo, r.lo, r.lo);
+  t.power.hi = plus_product<narrow_r>(t.power.hi, r.hi, r.hi);
+  t.candidate.lo = plus_product<narrow_c>(t.candidate.lo, c.lo, c.lo);
+  t.candidate.hi = plus_product<narrow_c>(t.candidate.hi, c.hi, c.hi);
+  t.dot.lo = plus_product < narrow_c && narrow_r > (t.dot.lo, c.lo, r.lo);
+  t.dot.hi = plus_product < narrow_c && narrow_r > (t.dot.hi, c.hi, r.hi);
+}
+
+// Lanes that may hold a new maximum (see `block_portable`).
+RECONCILE_AVX512_INLINE bool may_be_maximum(const Running& t, const Doubles& size,
+                                            const Doubles& amount, __mmask16 divides) {
+  const __m512d least = _mm512_set1_pd(std::numeric_limits<double>::denorm_min());
+  const __m512d lo = _mm512_max_pd(_mm512_mul_pd(t.max_rel, amount.lo), least);
+  const __m512d hi = _mm512_max_pd(_mm512_mul_pd(t.max_rel, amount.hi), least);
+  const auto low = static_cast<__mmask8>(divides), high = static_cast<__mmask8>(divides >> 8);
+  const __mmask8 found = _mm512_cmp_pd_mask(size.lo, t.bar, _CMP_GE_OQ) |
+                         _mm512_cmp_pd_mask(size.hi, t.bar, _CMP_GE_OQ) |
+                         _mm512_mask_cmp_pd_mask(low, size.lo, lo, _CMP_GE_OQ) |
+                         _mm512_mask_cmp_pd_mask(high, size.hi, hi, _CMP_GE_OQ);
+  return found != 0;
+}
+
+__attribute__((noinline)) inline void examine_all(State& s, const double* c, const double* r,
+                                                  int count, int64_t place, int64_t column) {
+  for (int i = 0; i < count; ++i) examine(s, c[i], r[i], place + i, column + i);
+}
+
+template <class C, class R>
+__attribute__((noinline)) void count_nonfinite_lanes(State& s, unsigned lanes, const C* c,
+                                                     const R* r, int64_t place) {
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const int k = __builtin_ctz(lanes);
+    count_nonfinite(s, c[k], r[k], place + k);
+    --s.finite;
+  }
+}
+
+template <class C, class R, bool kFull>
+RECONCILE_AVX512_INLINE void step(State& s, Running& t, Window& window, const C* c, const R* r,
+                                  int count, int64_t place, int64_t column, int64_t first_column) {
+  const auto mask = static_cast<__mmask16>(kFull ? 0xffff : (1u << count) - 1);
+  const auto cv = Vector<C, kFull>::load(c, mask);
+  const auto rv = Vector<R, kFull>::load(r, mask);
+  Doubles cd = doubles(cv), rd = doubles(rv);
+  Codes<C> cc = codes<C>(cv, cd), qc = codes<C>(rv, rd);
+  const __mmask16 finite = finite_lanes<C>(cc, qc);
+  if (__builtin_expect(finite != 0xffff, 0)) {
+    count_nonfinite_lanes(s, static_cast<uint16_t>(~finite), c, r, place);
+    cd = kept(cd, finite), rd = kept(rd, finite);
+    cc = kept<C>(cc, finite), qc = kept<C>(qc, finite);
+  }
+  const __mmask16 divides = ulps<C, R>(t, cc, qc, rd);
+  const Doubles error = {_mm512_sub_pd(cd.lo, rd.lo), _mm512_sub_pd(cd.hi, rd.hi)};
+  const Doubles size = {_mm512_abs_pd(error.lo), _mm512_abs_pd(error.hi)};
+  const Doubles amount = {_mm512_abs_pd(rd.lo), _mm512_abs_pd(rd.hi)};
+  sum_up<C, R>(t, cd, rd, error, size);
+  t.amax = _mm512_max_pd(t.amax, _mm512_max_pd(amount.lo, amount.hi));
+  if constexpr (!std::is_same_v<C, R>) {
+    const __m512d zero = _mm512_setzero_pd();
+    t.not_equal += __builtin_popcount(_mm512_cmp_pd_mask(size.lo, zero, _CMP_NEQ_OQ));
+    t.not_equal += __builtin_popcount(_mm512_cmp_pd_mask(size.hi, zero, _CMP_NEQ_OQ));
+  }
+  window.add(size.lo);
+  window.add(size.hi);
+  if (__builtin_expect(may_be_maximum(t, size, amount, divides), 0)) {
+    alignas(64) double c_values[kLanes], r_values[kLanes];
+    _mm512_store_pd(c_values, cd.lo), _mm512_store_pd(c_values + 8, cd.hi);
+    _mm512_store_pd(r_values, rd.lo), _mm512_store_pd(r_values + 8, rd.hi);
+    examine_all(s, c_values, r_values, kFull ? kLanes : count, place, column);
+    t.bar = _mm512_set1_pd(s.bar(first_column));
+    t.max_rel = _mm512_set1_pd(s.max_rel.value);
+  }
+}
+
+// ------------------------------------------------------------------ one block
+
+// Partial sums of lanes k and k + 8, then 4, 2 and 1 apart: the order of `folded`.
+RECONCILE_AVX512_INLINE double folded(const Sum& sum) {
+  const __m512d eight = _mm512_add_pd(sum.lo, sum.hi);
+  const __m256d four =
+      _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
+  const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+
+template <class C>
+RECONCILE_AVX512_INLINE uint64_t largest(__m512i ulps) {
+  if constexpr (kIsWide<C>) return _mm512_reduce_max_epu64(ulps);
+  return _mm512_reduce_max_epu32(ulps);
+}
+
+// A block of equal bits: three sums are one, two are 0. False where it is no such block.
+template <class T>
+RECONCILE_AVX512_INLINE bool equal_block(State& s, const T* c, const T* r, int count,
+                                         double (&sums)[kSums]) {
+  if (count < kLanes || std::memcmp(c, r, kLanes * sizeof(T)) != 0) return false;
+  if (std::memcmp(c, r, static_cast<size_t>(count) * sizeof(T)) != 0) return false;
+  Sum power{};
+  __m512d amax = _mm512_setzero_pd();
+  __mmask16 finite = 0xffff;
+  for (int i = 0; i < count; i += kLanes) {
+    const int left = count - i;
+    const auto mask = static_cast<__mmask16>(left >= kLanes ? 0xffff : (1u << left) - 1);
+    const auto v = Vector<T, false>::load(r + i, mask);
+    const Doubles d = doubles(v);
+    const Codes<T> code = codes<T>(v, d);
+    finite &= finite_lanes<T>(code, code);
+    amax = _mm512_max_pd(amax, _mm512_max_pd(_mm512_abs_pd(d.lo), _mm512_abs_pd(d.hi)));
+    power.lo = plus_product<!kIsWide<T>>(power.lo, d.lo, d.lo);
+    power.hi = plus_product<!kIsWide<T>>(power.hi, d.hi, d.hi);
+  }
+  if (finite != 0xffff) return false;
+  s.finite += count;
+  s.amax = std::fmax(s.amax, _mm512_reduce_max_pd(amax));
+  sums[kAbs] = sums[kError] = 0;
+  sums[kPower] = sums[kCandidate] = sums[kDot] = folded(power);
+  return true;
+}
+
+template <class C>
+RECONCILE_AVX512_INLINE void take(State& s, const Running& t, double (&sums)[kSums]) {
+  s.differing += t.differing;
+  s.over_1ulp += t.over_1ulp;
+  s.bias += 2 * t.away - t.sided;
+  s.bitwise = s.bitwise && _mm512_test_epi32_mask(t.changed_bits, t.changed_bits) == 0;
+  const uint64_t ulp = largest<C>(t.max_ulp);
+  if (ulp > s.max_ulp) s.max_ulp = ulp;
+  s.amax = std::fmax(s.amax, _mm512_reduce_max_pd(t.amax));
+  sums[kAbs] = folded(t.abs);
+  sums[kError] = folded(t.error);
+  sums[kPower] = folded(t.power);
+  sums[kCandidate] = folded(t.candidate);
+  sums[kDot] = folded(t.dot);
+}
+
+template <class C, class R>
+RECONCILE_AVX512 void block(State& s, const C* c, const R* r, Block b, double (&sums)[kSums]) {
+  first_elements(s, c, r, b);
+  if constexpr (std::is_same_v<C, R>) {
+    if (equal_block(s, c, r, b.count, sums)) return;
+  }
+  s.finite += b.count;
+  Running t{};
+  t.bar = _mm512_set1_pd(s.bar(b.column));
+  t.max_rel = _mm512_set1_pd(s.max_rel.value);
+  Window window{};
+  window.start = _mm512_set1_epi64(4ll * s.window);
+  int i = 0;
+  const int full = b.count / kLanes * kLanes;
+  while (i < full) {
+    const int stop = i + kWidenEvery * kLanes < full ? i + kWidenEvery * kLanes : full;
+    for (; i < stop; i += kLanes)
+      step<C, R, true>(s, t, window, c + i, r + i, kLanes, b.place + i, b.column + i, b.column);
+    window.widen();
+  }
+  if (i < b.count) {
+    step<C, R, false>(s, t, window, c + i, r + i, b.count - i, b.place + i, b.column + i, b.column);
+    window.widen();
+  }
+  take<C>(s, t, sums);
+  const int64_t nonzero = std::is_same_v<C, R> ? t.differing : t.not_equal;
+  if (!take_window(s, window, nonzero)) count_exponents(s, c, r, b.count);
+}
+
+}  // namespace avx512
+
+#endif
+#endif

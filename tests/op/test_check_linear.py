@@ -1,0 +1,396 @@
+"""`check_linear`: clean kernels pass, faults fail and are named, in every format."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+import reconcile
+from reconcile import Contract, registry
+from reconcile.probes import random_weight, synthetic
+from reconcile.report import Reason, Verdict
+from reconcile.weight import QuantizedWeight
+
+FORMATS = sorted(registry.formats())
+SEEDS = 5
+SHAPE = (192, 256)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def weight_of(name, shape=SHAPE, seed=0):
+    """A random weight of a registered format, through the public constructor."""
+    form = registry.formats()[name]
+    seedling = synthetic(form, torch.zeros(shape), torch.ones(form.scale_shape(shape)))
+    made = random_weight(seedling, shape, torch.Generator().manual_seed(seed))
+    return QuantizedWeight.from_tensors(made.codes, made.scales, format=form, shape=shape)
+
+
+def decoded(weight, dtype=torch.float32):
+    return weight.dequantize(torch.float64).to(dtype)
+
+
+def plain(x, weight, bias=None):
+    """Weight in float32, float32 sums, one rounding."""
+    y = x.float() @ decoded(weight).T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def rounded_weight(x, weight, bias=None):
+    return (x.float() @ decoded(weight).bfloat16().float().T).to(x.dtype)
+
+
+def split_k_bf16_partials(x, weight, bias=None):
+    w = decoded(weight)
+    half = w.shape[1] // 2
+    parts = [
+        (x[..., s].float() @ w[:, s].T).bfloat16().float()
+        for s in (slice(0, half), slice(half, None))
+    ]
+    return (parts[0] + parts[1]).to(x.dtype)
+
+
+def truncating_accumulator(x, weight, bias=None):
+    """Blocks of 32 in float64, the running sum cut to float32 toward zero."""
+    w = decoded(weight, torch.float64)
+    total = torch.zeros(*x.shape[:-1], w.shape[0], dtype=torch.float64)
+    for start in range(0, w.shape[1], 32):
+        block = slice(start, start + 32)
+        total = total + x[..., block].double() @ w[:, block].T
+        near = total.float()
+        away = near.double().abs() > total.abs()
+        total = (near.view(torch.int32) - away.int()).view(torch.float32).double()
+    return total.to(torch.float32).to(x.dtype)
+
+
+PLAIN = Contract()
+CLEAN = [
+    ("plain", plain, PLAIN),
+    ("rounded weight", rounded_weight, Contract(weight_rounding="bfloat16")),
+    ("split-K", split_k_bf16_partials, Contract(split_k=2, partials="bfloat16")),
+    ("truncating", truncating_accumulator, Contract(accumulator_rounding="rtz")),
+]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("kernel", "contract"), [c[1:] for c in CLEAN], ids=[c[0] for c in CLEAN])
+def test_a_clean_kernel_passes_under_its_contract(form, kernel, contract):
+    for seed in range(SEEDS):
+        weight = weight_of(form, seed=seed)
+        report = reconcile.check_linear(kernel, weight, contract=contract, seed=seed)
+        assert report.exit_code == 0, report.explain()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("kernel", "contract"), [c[1:] for c in CLEAN], ids=[c[0] for c in CLEAN])
+def test_a_clean_kernel_passes_on_forty_seeds(form, kernel, contract):
+    for seed in range(100, 140):
+        weight = weight_of(form, seed=seed)
+        report = reconcile.check_linear(kernel, weight, contract=contract, seed=seed)
+        assert report.exit_code == 0, report.explain()
+
+
+WRONG = [
+    ("rounded weight", rounded_weight, PLAIN),
+    ("split-K", split_k_bf16_partials, PLAIN),
+    ("plain under rounded", plain, Contract(weight_rounding="bfloat16")),
+]
+
+
+@pytest.mark.parametrize(("kernel", "contract"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+def test_a_wrong_contract_is_found(kernel, contract):
+    report = reconcile.check_linear(kernel, weight_of("fp8_e4m3_block"), contract=contract)
+    assert report.exit_code == 1
+    assert max(row.utilisation or 0 for row in report.rows) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_plain_float_weight_and_other_outputs(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, 320, generator=generator).to(dtype)
+    bias = torch.randn(96, generator=generator)
+
+    def kernel(x, w, bias):
+        return (x.double() @ w.double().T + bias.double()).to(torch.float32).to(x.dtype)
+
+    name = str(dtype).removeprefix("torch.")
+    report = reconcile.check_linear(kernel, weight, bias=bias, contract=Contract(output=name))
+    assert report.exit_code == 0, report.explain()
+    dropped = reconcile.check_linear(
+        lambda x, w, b: functional.linear(x.double(), w.double()).to(x.dtype),
+        weight,
+        bias=bias,
+        contract=Contract(output=name),
+    )
+    assert dropped.exit_code == 1
+
+
+# ------------------------------------------------------------------ faults
+
+
+def drops_last_k(x, weight, bias=None):
+    return (x[..., :-1].float() @ decoded(weight)[:, :-1].T).to(x.dtype)
+
+
+def all_scales_one_percent_up(x, weight, bias=None):
+    return (x.float() @ (decoded(weight) * 1.01).T).to(x.dtype)
+
+
+def truncating_store(x, weight, bias=None):
+    y = x.float() @ decoded(weight).T
+    return (y.view(torch.int32) & ~0xFFFF).view(torch.float32).to(x.dtype)
+
+
+def bfloat16_accumulator(x, weight, bias=None):
+    w = decoded(weight)
+    total = torch.zeros(*x.shape[:-1], w.shape[0], dtype=torch.bfloat16)
+    for start in range(0, w.shape[1], 16):
+        block = slice(start, start + 16)
+        total = (total.float() + x[..., block].float() @ w[:, block].T).to(torch.bfloat16)
+    return total
+
+
+def scale_in_float16(x, weight, bias=None):
+    scales = weight.scales.half().float()
+    return plain(x, replace(weight, scales=scales))
+
+
+def one_e8m0_off_by_one(x, weight, bias=None):
+    scales = weight.scales.clone()
+    scales.view(-1)[7] += 1
+    return plain(x, replace(weight, scales=scales))
+
+
+def one_block_ten_percent_up(x, weight, bias=None):
+    scales = weight.scales.clone()
+    scales.view(-1)[1] *= 1.1
+    return plain(x, replace(weight, scales=scales))
+
+
+def subnormals_as_normals(x, weight, bias=None):
+    table = torch.tensor(weight.format.table)
+    for code in (*range(1, 8), *range(0x81, 0x88)):
+        mantissa = 1 + (code & 7) / 8
+        table[code] = math.copysign(mantissa * 2.0**-7, 1 - 2 * (code >> 7))
+    form = weight.format
+    w = table[weight.unpacked().long()] * form.spread(
+        form.scale_values(weight.scales).float(), weight.shape
+    )
+    return (x.float() @ w.T).to(x.dtype)
+
+
+def loses_nan(x, weight, bias=None):
+    return plain(torch.nan_to_num(x, nan=0.0), weight)
+
+
+def wrong_for_one_row(x, weight, bias=None):
+    y = plain(x, weight)
+    return y * 2 if x.shape[0] == 1 else y
+
+
+def wrong_behind_row_32(x, weight, bias=None):
+    y = plain(x, weight)
+    y[32:] = y[31:-1] if y.shape[0] > 32 else y[32:]
+    return y
+
+
+def reads_padding(x, weight, bias=None):
+    if x.stride(0) > 2 * x.shape[-1]:
+        x = x.as_strided(x.shape, (x.shape[-1], 1), x.storage_offset())
+    return plain(x.contiguous(), weight)
+
+
+def another_result_each_time(x, weight, bias=None, _calls=[0]):  # noqa: B006
+    _calls[0] += 1
+    y = plain(x, weight)
+    y.view(-1)[0] *= 1 + 2.0**-6 * (_calls[0] % 2)
+    return y
+
+
+FAULTS = [
+    *((f"{f.__name__} {form}", f, form) for f in (
+        drops_last_k, all_scales_one_percent_up, truncating_store, bfloat16_accumulator,
+        loses_nan, wrong_for_one_row, wrong_behind_row_32, reads_padding,
+        another_result_each_time,
+    ) for form in ("ternary_k_interleaved", "fp8_e4m3_block", "mxfp8_e4m3")),
+    ("scale_in_float16", scale_in_float16, "ternary_k_interleaved"),
+    ("one_e8m0_off_by_one", one_e8m0_off_by_one, "mxfp8_e4m3"),
+    ("one_block_ten_percent_up", one_block_ten_percent_up, "fp8_e4m3_block"),
+    ("subnormals_as_normals", subnormals_as_normals, "fp8_e4m3_tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "form"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
+def test_a_fault_fails(kernel, form):
+    report = reconcile.check_linear(kernel, weight_of(form), contract=PLAIN)
+    assert report.exit_code == 1, report.explain()
+
+
+NULLS = [
+    ("zeros", lambda y, x: torch.zeros_like(y)),
+    ("constant", lambda y, x: torch.full_like(y, 0.5)),
+    ("shuffled", lambda y, x: y.roll(1, -1)),
+    ("doubled", lambda y, x: y * 2),
+    ("halved", lambda y, x: y / 2),
+    ("rows swapped", lambda y, x: y.flip(0)),
+]
+
+
+@pytest.mark.parametrize("change", [n[1] for n in NULLS], ids=[n[0] for n in NULLS])
+@pytest.mark.parametrize("form", ["ternary_hf", "fp8_e4m3_channel", "mxfp8_e4m3"])
+def test_a_null_candidate_fails_every_probe_that_counts(change, form):
+    report = reconcile.check_linear(
+        lambda x, w, b=None: change(plain(x, w), x), weight_of(form), contract=PLAIN
+    )
+    failing = {row.check for row in report.failures()}
+    assert {"impulse", "code_table", "integer", "edge", "bound"} <= failing
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_wrong_code_is_named(block):
+    """One of the 256 codes decodes as its neighbour; the code must be named."""
+    weight = weight_of("fp8_e4m3_block", (256, 256))
+    missed = []
+    for code in range(64 * block, 64 * block + 64):
+        table = torch.tensor(weight.format.table)
+        right = float(table[code])
+        table[code] = (
+            480.0 if math.isnan(right) else right + (2.0**-6 if right == 0 else right / 16)
+        )
+
+        def kernel(x, w, bias=None, table=table):
+            form = w.format
+            scales = form.spread(form.scale_values(w.scales).float(), w.shape)
+            return (x.float() @ (table[w.unpacked().long()] * scales).T).to(x.dtype)
+
+        report = reconcile.check_linear(
+            kernel, weight, contract=PLAIN, probes="code_table", repeats=1
+        )
+        if not any(f"0x{code:02X}" in row.text for row in report.failures()):
+            missed.append(f"0x{code:02X}: {report.explain(2)}")
+    assert not missed
+
+
+def test_a_block_boundary_at_112_is_named():
+    weight = weight_of("fp8_e4m3_block", (448, 256))
+
+    def kernel(x, w, bias=None):
+        rows = -(-w.shape[0] // w.scales.shape[0])
+        scales = w.scales.repeat_interleave(rows, 0)[: w.shape[0]].repeat_interleave(128, 1)
+        values = w.format.decode(w.unpacked(), torch.float32) * scales[:, : w.shape[1]]
+        return (x.float() @ values.T).to(x.dtype)
+
+    report = reconcile.check_linear(kernel, weight, contract=PLAIN, probes="impulse")
+    assert report.exit_code == 1
+    first = next(report.failures())
+    assert "n = 112, 224, 336" in first.text
+    assert "n = 128, 256, 384" in first.text
+
+
+def test_a_reference_without_its_scale_is_suspect():
+    weight = weight_of("fp8_e4m3_block")
+    missing = replace(weight, scales=torch.ones_like(weight.scales))
+    report = reconcile.check_linear(plain, missing, contract=PLAIN)
+    assert report.exit_code == 2
+    assert {row.reason for row in report.rows} == {Reason.REFERENCE_SUSPECT}
+
+    float_weight = weight.format.decode(weight.unpacked(), torch.float32)
+    float_weight[0, 0] = 448.0
+    report = reconcile.check_linear(functional.linear, float_weight)
+    assert report.exit_code == 2
+
+
+def test_tiny_outputs_do_not_pass_by_emptiness():
+    weight = weight_of("fp8_e4m3_block")
+    tiny = replace(weight, scales=weight.scales * 1e-7)
+    assert reconcile.check_linear(plain, tiny, contract=PLAIN).exit_code == 0
+    report = reconcile.check_linear(
+        lambda x, w, b=None: plain(x, w) * 0, tiny, contract=PLAIN, probes=("bound",)
+    )
+    assert report.exit_code == 1
+
+
+def test_no_output_is_never_a_pass():
+    def declines(x, weight, bias=None):
+        raise NotImplementedError("nothing")
+
+    assert reconcile.check_linear(declines, weight_of("ternary_hf")).exit_code == 2
+    assert reconcile.check_linear(lambda x, w: None, weight_of("ternary_hf")).exit_code == 1
+
+
+def test_a_contract_that_changes_with_m():
+    def kernel(x, weight, bias=None):
+        return (plain if x.numel() // x.shape[-1] <= 4 else rounded_weight)(x, weight)
+
+    contract = Contract(weight_rounding="bfloat16", by_batch=((4, PLAIN),))
+    weight = weight_of("fp8_e4m3_tensor")
+    assert reconcile.check_linear(kernel, weight, contract=contract).exit_code == 0
+    swapped = Contract(by_batch=((4, Contract(weight_rounding="bfloat16")),))
+    assert reconcile.check_linear(kernel, weight, contract=swapped).exit_code == 1
+
+
+def test_a_truncating_store_passes_where_it_is_declared():
+    weight = weight_of("fp8_e4m3_tensor")
+    contract = Contract(output_rounding="rtz")
+    assert reconcile.check_linear(truncating_store, weight, contract=contract).exit_code == 0
+    assert reconcile.check_linear(plain, weight, contract=contract).exit_code == 1
+
+
+def test_sampling_of_a_large_weight_is_stated(monkeypatch):
+    monkeypatch.setattr("reconcile.probes.BUDGET", 192 * 256 * 16)
+    report = reconcile.check_linear(plain, weight_of("fp8_e4m3_block"), contract=PLAIN)
+    assert report.exit_code == 0
+    assert any("sampled: impulse" in notice and "6% of K" in notice for notice in report.notices)
+
+
+def test_the_registered_kernel_by_itself():
+    kernel = registry.kernel("ternary_cuda.naive")
+    report = reconcile.check_linear(kernel, weight_of("ternary_k_interleaved", (96, 192)))
+    assert report.exit_code == 0, report.explain()
+    assert {row.execution for row in report.rows} == {"emulated"}
+    assert {row.engine for row in report.rows} == {"cuda-on-cpu"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"probes": "impulses"}, reconcile.ReconcileError),
+        ({"probes": ()}, reconcile.ReconcileError),
+        ({"repeats": 0}, reconcile.ReconcileError),
+        ({"x": torch.ones(2, 3)}, reconcile.ReconcileError),
+        ({"engine": "cuda"}, reconcile.ReconcileError),
+        ({"dtype": torch.int8}, reconcile.ReconcileError),
+    ],
+)
+def test_bad_arguments(arguments, error):
+    with pytest.raises(error):
+        reconcile.check_linear(plain, weight_of("ternary_hf"), **arguments)
+
+
+def test_it_needs_no_transformers():
+    code = (
+        "import sys, torch, reconcile\n"
+        "f = torch.nn.functional.linear\n"
+        "r = reconcile.check_linear(f, torch.randn(64, 64), probes=('bound',))\n"
+        "print(r.verdict.value, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["PASS", "False"], done.stderr
+
+
+def test_raise_for_verdict_reads_like_the_report():
+    report = reconcile.check_linear(drops_last_k, weight_of("ternary_hf"), contract=PLAIN)
+    with pytest.raises(AssertionError, match="only at k = 255"):
+        report.raise_for_verdict()
+    assert report.verdict is Verdict.FAIL
