@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reconcile.bias import bias_statistic, is_biased
 from reconcile.case import Tolerance
 from reconcile.contract import Contract
 from reconcile.limits import (
@@ -82,6 +83,14 @@ def judge_bound(
         return replace(finding, stats=body, reason=Reason.OVER_LIMIT, text=text)
     if used.vacuous or stats.reference_constant:
         return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
+    statistic = bias_statistic(candidate, wide)
+    finding = replace(finding, stats=body | {"bias_t": statistic})
+    if is_biased(statistic, candidate.shape[1], contract):
+        text = (
+            f"every element is inside its bound, but the errors lean one way: t = {statistic:.1f} "
+            f"over {candidate.shape[1]} columns"
+        )
+        return replace(finding, reason=Reason.BIAS, text=text)
     return finding
 
 

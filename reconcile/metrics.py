@@ -352,10 +352,9 @@ def _sum(values: list[float]) -> float:
     """The exact sum, rounded once; inf where it overflows, inf or NaN where such are added."""
     try:
         return math.fsum(values)
-    except ValueError:  # both infinities
-        return math.nan
-    except OverflowError:  # perhaps only on the way
-        return _limited(sum(map(Fraction, values)))
+    except (OverflowError, ValueError):  # perhaps only on the way
+        special = [value for value in values if not math.isfinite(value)]
+        return sum(special) if special else _limited(sum(map(Fraction, values)))
 
 
 def _limited(value: Fraction | int) -> float:
@@ -363,7 +362,7 @@ def _limited(value: Fraction | int) -> float:
     try:
         return float(value)
     except OverflowError:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def _worst(values: Tensor) -> tuple[tuple[int, float], ...]:

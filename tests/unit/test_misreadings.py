@@ -51,6 +51,7 @@ def legal(form, shape, seed, number=None):
 
 def same(a, b):
     """Equal to the bit of a zero, with NaN equal to NaN."""
+    a, b = np.asarray(a), np.asarray(b)
     return np.array_equal(a, b, equal_nan=True) and np.array_equal(np.signbit(a), np.signbit(b))
 
 
@@ -94,15 +95,15 @@ def test_a_legal_weight_is_read_whatever_it_holds(form, misreading):
             assert (values.dtype, tuple(values.shape)) == (torch.float64, weight.shape)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(**EACH)
-def test_scales_of_every_dtype_are_read(form, misreading, dtype):
+def test_scales_of_every_dtype_are_read(form, misreading):
     weight = legal(form, GENERIC, 0)
     e8m0 = form.scale_encoding == "e8m0"
-    scales = weight.scales.view(torch.float8_e8m0fnu) if e8m0 else weight.scales.to(dtype)
-    other = replace(weight, scales=scales)
-    rounded = weight if e8m0 else replace(weight, scales=scales.float())
-    assert same(misreading.read(other), misreading.read(rounded))
+    for dtype in form.scale_dtypes:
+        scales = weight.scales.view(dtype) if e8m0 else weight.scales.to(dtype)
+        other = replace(weight, scales=scales)
+        wide = weight if e8m0 else replace(weight, scales=scales.float())
+        assert same(misreading.read(other), misreading.read(wide))
 
 
 # --- what each mistake gives, worked by hand ---------------------------------------------------
@@ -213,7 +214,7 @@ def test_an_inverted_scale_is_off_by_its_square():
         stored = form.pack(form.encode(values))
         weight = QuantizedWeight.from_tensors(stored, scales, format=form, shape=(4, 2))
         inverted = form.misreadings[1].read(weight)
-        assert np.allclose(inverted, values * other, rtol=1e-15, atol=0)
+        assert torch.allclose(inverted, values.double() * other, rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize(("byte", "number"), [(120, 15360), (127, 127)])
@@ -277,8 +278,9 @@ def test_fn_and_fnuz_read_as_each_other_are_factors_of_two_and_a_nan():
     back = read(formats()["fp8_e4m3fnuz_tensor"], "read_as_e4m3fn", codes, ones)[0]
     assert same(there, E4M3FNUZ)
     assert same(back, E4M3FN)
-    ratios = np.array(back) / np.array(there)
-    assert set(ratios[np.isfinite(ratios)]) == {2.0}
+    both = np.isfinite(there) & np.isfinite(back)
+    assert np.array_equal(np.array(back)[both], 2 * np.array(there)[both])
+    assert both.sum() == 253
     assert np.flatnonzero(np.isnan(there)).tolist() == [0x80]
 
 

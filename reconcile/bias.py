@@ -1,0 +1,52 @@
+"""Small errors with a preferred sign, which a bound on each element does not see.
+
+A truncating store under a loose contract, or all scales up by one percent, stays inside a wide
+bound element by element but pushes them all one way. Correct rounding has no preferred way.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from reconcile.contract import Contract
+from reconcile.rounding import code_order, round_to
+
+Z = 6.11
+"""Two-sided normal quantile of 1e-9: 1e-6 over a thousand tests of one run."""
+FEWEST = 32
+"""Columns below which there is no test: they are the clusters."""
+
+
+def bias_statistic(candidate: Tensor, reference: Tensor) -> float:
+    """Student's t of sign(r) * clip(ulps of c from r rounded, -1, 1), clustered by column.
+
+    Elements of a column share a weight row and are not independent; columns are the sample.
+    0 where no element differs (0/0 is 0).
+
+    Args:
+        candidate: [M, N], finite where the reference is.
+        reference: [M, N], float64.
+    """
+    rounded = round_to(reference, candidate.dtype)
+    usable = candidate.isfinite() & rounded.isfinite()
+    ulps = (code_order(candidate) - code_order(rounded)).clamp(-1, 1).to(torch.float64)
+    away = torch.where(usable, torch.sign(reference) * ulps, 0.0).mean(0)
+    mean, spread = float(away.mean()), float(away.std())
+    if mean == 0:
+        return 0.0
+    return (
+        mean / (spread / math.sqrt(away.numel())) if spread > 0 else math.copysign(math.inf, mean)
+    )
+
+
+def is_biased(statistic: float, columns: int, contract: Contract) -> bool:
+    """Whether the statistic is beyond chance; never where the contract declares truncation."""
+    truncates = "rtz" in (contract.accumulator_rounding, contract.output_rounding)
+    if truncates or columns < FEWEST:
+        return False
+    free = columns - 1
+    critical = Z * (1 + (Z * Z + 1) / (4 * free))  # Student's t from the normal quantile
+    return not abs(statistic) <= critical
