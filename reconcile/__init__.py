@@ -2,6 +2,7 @@
 
 from reconcile.case import Case, load_case
 from reconcile.check import check_linear
+from reconcile.check_batched import check_batched_linear
 from reconcile.compare import compare
 from reconcile.contract import Contract
 from reconcile.exceptions import ReconcileError
@@ -37,6 +38,7 @@ __all__ = [
     "Tap",
     "Trace",
     "Verdict",
+    "check_batched_linear",
     "check_linear",
     "compare",
     "error_stats",

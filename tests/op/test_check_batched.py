@@ -1,0 +1,99 @@
+"""Batched linears: clean ones pass, faults of one group or between groups fail."""
+
+import pytest
+import torch
+
+import reconcile
+
+CONTRACT = reconcile.Contract()
+
+
+@pytest.fixture(scope="module")
+def weight():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(6, 96, 128, generator=generator).bfloat16()
+
+
+def batched(x, w, bias=None):
+    y = torch.einsum("gmk,gnk->gmn", x.float(), w.float())
+    return (y if bias is None else y + bias[:, None].float()).bfloat16()
+
+
+def last_group_reads_the_one_before(x, w, bias=None):
+    y = batched(x, w, bias)
+    y[-1] = batched(x, w.roll(1, 0), bias)[-1]
+    return y
+
+
+def group_dimension_in_the_wrong_place(x, w, bias=None):
+    y = batched(x, w, bias)
+    return y.transpose(0, 1).contiguous().view_as(y)
+
+
+def drops_the_last_k_of_group_0(x, w, bias=None):
+    w = w.clone()
+    w[0, :, -1] = 0
+    return batched(x, w, bias)
+
+
+def bias_of_group_0_for_all(x, w, bias=None):
+    return batched(x, w, None if bias is None else bias * 0 + bias[:1] * 0)
+
+
+def changes_its_input(x, w, bias=None):
+    y = batched(x, w, bias)
+    x.mul_(2)
+    return y
+
+
+def wrong_rank(x, w, bias=None):
+    return batched(x, w, bias)[0]
+
+
+def test_a_clean_kernel_passes(weight):
+    report = reconcile.check_batched_linear(batched, weight, contract=CONTRACT)
+    assert report.exit_code == 0, report.explain()
+    assert {row.tap for row in report.rows} == {f"linear.{g}:out" for g in (0, 2, 3, 5)}
+    assert "probed groups [0, 2, 3, 5] of 6" in report.notices
+
+
+def test_a_clean_kernel_with_bias_passes(weight):
+    bias = torch.randn(6, 96, generator=torch.Generator().manual_seed(1))
+    report = reconcile.check_batched_linear(
+        batched, weight, bias=bias, contract=CONTRACT, groups=[1]
+    )
+    assert report.exit_code == 0, report.explain()
+    dropped = reconcile.check_batched_linear(
+        bias_of_group_0_for_all, weight, bias=bias, contract=CONTRACT, groups=[1]
+    )
+    assert dropped.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        last_group_reads_the_one_before,
+        group_dimension_in_the_wrong_place,
+        drops_the_last_k_of_group_0,
+        changes_its_input,
+        wrong_rank,
+    ],
+)
+def test_a_fault_fails(weight, kernel):
+    assert reconcile.check_batched_linear(kernel, weight, contract=CONTRACT).exit_code == 1
+
+
+def test_the_faulty_group_is_named(weight):
+    report = reconcile.check_batched_linear(
+        drops_the_last_k_of_group_0, weight, contract=CONTRACT, groups=range(6)
+    )
+    assert {row.tap for row in report.failures()} == {"linear.0:out"}
+    assert "only at k = 127" in next(report.failures()).text
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"groups": []}, {"groups": [6]}, {"bias": torch.ones(6)}, {"probes": "x"}]
+)
+def test_bad_arguments(weight, arguments):
+    with pytest.raises(reconcile.ReconcileError):
+        reconcile.check_batched_linear(batched, weight, **arguments)
