@@ -40,6 +40,8 @@ def _full(row: Row) -> list[str]:
         bounds = ", ".join(f"{k} <= {v:.4g}" for k, v in row.limits.bounds.items())
         lines.append(f"  limit ({row.limits.kind}): {bounds}")
         lines.append(f"  why: {row.limits.source}")
+    if (null := _null_candidate(row)) is not None:
+        lines.append(f"  a candidate of zeros would {null}")
     if row.utilisation is not None:
         lines.append(f"  utilisation {row.utilisation:.4g} (1 is the limit)")
     numbers = [
@@ -51,6 +53,27 @@ def _full(row: Row) -> list[str]:
         lines.append(f"  {', '.join(numbers)}")
     lines += _worst(row.stats)
     return lines
+
+
+def _null_candidate(row: Row) -> str | None:
+    """What this limit would make of zeros: a limit that accepts them says nothing."""
+    stats, limits = row.stats, row.limits
+    if limits is None:
+        return None
+    if "zeros_over" in stats:
+        return f"be refused at {stats['zeros_over']} of {stats['n']} elements"
+    if "reference_amax" not in stats:
+        return None
+    zeros = {"max_abs": float(stats["reference_amax"]), "nmse": 1.0, "worst_row_nmse": 1.0}
+    shares = {
+        name: zeros[name] / bound if bound > 0 else float("inf")
+        for name, bound in limits.bounds.items()
+        if name in zeros
+    }
+    if not shares:
+        return None
+    worst = max(shares, key=lambda name: shares[name])
+    return f"have {shares[worst]:.3g} times the accepted {worst}"
 
 
 def _where(row: Row) -> str:

@@ -75,13 +75,14 @@ def judge_bound(
         "utilisation": used.value,
         "utilisation_index": list(used.index),
         "over": used.over,
+        "zeros_over": used.zeros_over,
     }
     finding = Finding(body, bound_limits(contract, k), used.value)
     if not used.value <= 1:
         text = f"{used.over} of {stats.n} elements outside the bound; {_worst(stats)}"
         body = body | {"worst_elements": worst_elements(candidate, wide)}
         return replace(finding, stats=body, reason=Reason.OVER_LIMIT, text=text)
-    if used.vacuous or stats.reference_constant:
+    if used.zeros_over == 0 or stats.reference_constant:
         return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
     statistic = bias_statistic(candidate, wide)
     finding = replace(finding, stats=body | {"bias_t": statistic})

@@ -7,8 +7,11 @@ The order of preference is exact, bound, baseline, fixed. A value is accepted if
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -30,6 +33,8 @@ BASELINE_FACTORS = {
 }
 """How many times plain torch's own error a correct kernel may have. Sums over a tensor vary
 little between correct runs, maxima over its rows much (measured in docs/adr/0004)."""
+FLOOR_RUNS = 8
+"""Fewest runs from which a noise floor is fitted."""
 FIXED_TOLERANCE = 1e-3
 """rtol = atol where there is neither a contract nor a baseline."""
 FIXED_ATTENTION = 1e-2
@@ -98,8 +103,8 @@ class Utilisation:
     """Where it is largest."""
     over: int
     """Elements with t > 1."""
-    vacuous: bool
-    """Whether a candidate of zeros would be accepted everywhere."""
+    zeros_over: int
+    """Elements at which a candidate of zeros would be refused; 0: the bound says nothing."""
 
 
 def utilisation(candidate: Tensor, y: Tensor, bound: Tensor, rounding: str = "rne") -> Utilisation:
@@ -128,7 +133,7 @@ def utilisation(candidate: Tensor, y: Tensor, bound: Tensor, rounding: str = "rn
         value=float(share.flatten()[place]),
         index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), share.shape)),
         over=int((~(share <= 1)).sum()),
-        vacuous=bool((y.abs() - bound <= half_smallest).all()),
+        zeros_over=int((~(y.abs() - bound <= half_smallest)).sum()),
     )
 
 
@@ -174,6 +179,46 @@ def baseline_limits(
         kind="baseline",
         source=f"{factors} of plain torch in {dtype} on the same decoded weights, {what}",
         bounds={name: BASELINE_FACTORS[name] * baseline[name] for name in chosen},
+    )
+
+
+def floor_limits(
+    runs: Sequence[Mapping[str, float]], names: Iterable[str], what: str, rate: float = 1e-6
+) -> Limits:
+    """Limits from the measured noise of legal perturbations.
+
+    The maximum of n runs would alarm on one correct run in n + 1. A log-normal tail is fitted to
+    each statistic instead: its mean and spread over the runs, widened for their number, give the
+    value that a further correct run exceeds with probability ``rate``.
+
+    Args:
+        runs: statistics of at least eight correct runs (summation order, threads, batches).
+        names: the statistics to gate.
+        what: perturbation and seeds, for the source.
+        rate: accepted false-alarm rate per statistic.
+    """
+    if len(runs) < FLOOR_RUNS:
+        raise ValueError(f"a noise floor needs {FLOOR_RUNS} runs, got {len(runs)}")
+    z = NormalDist().inv_cdf(1 - rate)
+    free = len(runs) - 1
+    wide = z * (1 + (z * z + 1) / (4 * free)) * math.sqrt(1 + 1 / len(runs))
+    bounds = {}
+    for name in names:
+        logs = [math.log(max(run[name], sys.float_info.min)) for run in runs]
+        bounds[name] = math.exp(statistics.fmean(logs) + wide * statistics.stdev(logs))
+    return Limits(
+        kind="floor",
+        source=f"noise floor of {len(runs)} runs, {what}; log-normal tail at {rate:g}",
+        bounds=bounds,
+    )
+
+
+def ratchet_limits(accepted: Mapping[str, float], names: Iterable[str], what: str) -> Limits:
+    """Limits that accept no more than what was accepted before."""
+    return Limits(
+        kind="ratchet",
+        source=f"accepted: {what}",
+        bounds={name: accepted[name] for name in names},
     )
 
 

@@ -338,7 +338,7 @@ def test_overflow_to_infinity_is_legal_where_the_bound_reaches_it():
     ],
 )
 def test_vacuous_is_what_zeros_would_pass(y, bound, vacuous):
-    assert used([1.0] * len(y), y, bound).vacuous == vacuous
+    assert (used([1.0] * len(y), y, bound).zeros_over == 0) is vacuous
     zeros = used([0.0] * len(y), y, bound)
     assert (zeros.value <= 1) == vacuous
 
@@ -476,3 +476,35 @@ def test_limits_say_where_they_come_from():
     assert "atol=0.01" in fixed_limits(0.01, 0.0, "because").source
     with pytest.raises(ValueError, match="source"):
         Limits(kind="fixed", source="", bounds={"a": 1.0})
+
+
+def test_a_noise_floor_is_rarely_exceeded_by_a_further_run():
+    """Log-normal noise: 24 runs set the limit, 2,000 further ones stay below it."""
+    from reconcile.limits import floor_limits
+
+    generator = torch.Generator().manual_seed(0)
+    exceeded = 0
+    for _ in range(50):
+        noise = torch.exp(0.4 * torch.randn(64, generator=generator, dtype=torch.float64)).tolist()
+        limits = floor_limits([{"nmse": v} for v in noise[:24]], ["nmse"], "seeds 0-7")
+        exceeded += sum(value > limits.bounds["nmse"] for value in noise[24:])
+        assert limits.bounds["nmse"] < 100 * max(noise[:24])
+    assert exceeded == 0
+    assert limits.kind == "floor"
+    assert "24 runs, seeds 0-7" in limits.source
+
+
+def test_a_noise_floor_needs_runs():
+    from reconcile.limits import floor_limits
+
+    with pytest.raises(ValueError, match="needs 8 runs, got 3"):
+        floor_limits([{"nmse": 1.0}] * 3, ["nmse"], "x")
+
+
+def test_a_ratchet_accepts_what_was_accepted_and_no_more():
+    from reconcile.limits import ratchet_limits, share_of_limits
+
+    limits = ratchet_limits({"max_abs": 0.5, "nmse": 0.1}, ["max_abs"], "run 7")
+    assert limits.kind == "ratchet"
+    assert share_of_limits({"max_abs": 0.5}, limits)[0] == 1.0
+    assert share_of_limits({"max_abs": 0.50001}, limits)[0] > 1.0
