@@ -27,6 +27,7 @@ from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_to_facts
 from reconcile.ports import logits_tap, output_tap, ports
 from reconcile.rounding import round_to
+from reconcile.suspect import weight_facts
 from reconcile.taps import forced_inputs
 from reconcile.trace import Pass, Tap, Trace
 from reconcile.weight import QuantizedWeight
@@ -66,8 +67,23 @@ def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
     trace.facts = {
         "plan": record_to_facts(plan.record()),
         "order": _op_order(plan, trace.passes[0]),
+        "weights": _weight_facts(plan),
     }
     return trace
+
+
+def _weight_facts(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Per module: is its decoded weight fit to judge by?"""
+    path = plan.case.model.original
+    originals = {} if path is None else plan.checkpoint.originals(plan.case.base / path)
+    return {
+        module: weight_facts(
+            plan.checkpoint.weights[module],
+            plan.checkpoint.decode_again(module),
+            originals.get(module),
+        )
+        for module in plan.modules
+    }
 
 
 def _closes(op: ReferenceLinear, module: str, chained: Pass) -> bool:

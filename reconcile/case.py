@@ -37,6 +37,8 @@ class ModelConfig:
     __pydantic_config__ = _STRICT
     checkpoint: Path
     """Local directory with config.json and safetensors, relative to the case file."""
+    original: Path | None = None
+    """Checkpoint of the same names before quantisation, for the error of quantising itself."""
     prompts: Path | None = None
     """JSON file of prompts, relative to the case file."""
     max_tokens: int = 64

@@ -40,6 +40,7 @@ def funnel(sides: Sides) -> tuple[Row, ...]:
         sides.row(Level.MODEL, Tap("", "out"), "pass", key, _not_compared(text))
         for key, text in sides.unpaired
     ]
+    rows += _weight_rows(sides)
     if "op" in record.levels:
         rows += _op_rows(sides)
     if "module" in record.levels:
@@ -66,6 +67,32 @@ def coverage(sides: Sides, rows: Iterable[Row]) -> Coverage:
     missing = tuple(module for module in sides.order if not keys or compared[module] != keys)
     expected = len(sides.order)
     return Coverage(expected=expected, compared=expected - len(missing), missing=missing)
+
+
+# --------------------------------------------------------------------------- weight
+
+
+def _weight_rows(sides: Sides) -> Iterator[Row]:
+    """Whether each decoded weight is fit to judge by; the error of quantising is no kernel's."""
+    for module in sides.order:
+        facts = sides.weights.get(module)
+        if facts is None:
+            finding = _not_compared("the reference's trace does not say how it was decoded")
+        elif facts["suspicions"]:
+            text = "; ".join(facts["suspicions"])
+            finding = Finding(facts["stats"], reason=Reason.REFERENCE_SUSPECT, text=text)
+        else:
+            finding = Finding(facts["stats"])
+        yield sides.row(Level.WEIGHT, Tap(module, "param.weight"), "decode", "", finding)
+
+
+def _by_suspect(sides: Sides, module: str, finding: Finding) -> Finding:
+    """A failure by a suspect reference is not the kernel's."""
+    suspect = sides.weights.get(module, {}).get("suspicions")
+    if not suspect or finding.reason is None or finding.reason.verdict is not Verdict.FAIL:
+        return finding
+    text = f"the reference is suspect: {'; '.join(suspect)}; {finding.text}"
+    return replace(finding, reason=Reason.REFERENCE_SUSPECT, text=text)
 
 
 # --------------------------------------------------------------------------- op
@@ -99,6 +126,7 @@ def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pas
         finding = Finding({}, reason=Reason(event["reason"]), text=event["text"])
     else:
         finding = _not_compared("the candidate has no such output")
+    finding = _by_suspect(sides, module, finding)
     return sides.row(Level.OP, out, "isolated", key, finding, shape)
 
 
@@ -151,6 +179,7 @@ def _chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
     if not closes and promised and finding.reason is None:
         text = "a replay on its captured input gives other bits than the model run"
         finding = replace(finding, reason=Reason.UNSTABLE, text=text)
+    finding = _by_suspect(sides, module, finding)
     return sides.row(Level.OP, tap, "chained", key, finding, shape)
 
 
@@ -335,8 +364,12 @@ def _blocked(finding: Finding, causes: list[str]) -> Finding:
 
 
 def _failed(rows: Iterable[Row]) -> frozenset[str]:
-    """Modules with a FAIL."""
-    return frozenset(Tap.parse(row.tap).module for row in rows if row.verdict is Verdict.FAIL)
+    """Modules with a FAIL, or whose reference is suspect: what they explain is blocked."""
+    return frozenset(
+        Tap.parse(row.tap).module
+        for row in rows
+        if row.verdict is Verdict.FAIL or row.reason is Reason.REFERENCE_SUSPECT
+    )
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -148,18 +148,21 @@ RECONCILE_AVX512_INLINE __m512i codes_of_floats(__m512 x) {
 
 // Codes in C's format of 16 elements of a T, rounded once.
 template <class C, class T, bool kFull>
-RECONCILE_AVX512_INLINE Codes<C> codes(const Vector<T, kFull>& v, const Doubles& values) {
+RECONCILE_AVX512_INLINE Codes<C> codes(const Vector<T, kFull>& v) {
   if constexpr (kIsWide<C>) {
+    const Doubles values = doubles(v);
     return {_mm512_castpd_si512(values.lo), _mm512_castpd_si512(values.hi)};
   } else if constexpr (std::is_same_v<C, T>) {
     return {v.codes()};
   } else if constexpr (!kIsWide<T>) {
     return {codes_of_floats<C>(v.floats())};
   } else if constexpr (std::is_same_v<C, Float32>) {
+    const Doubles values = v.doubles();
     constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm512_castps_si512(joined(_mm512_cvt_roundpd_ps(values.lo, mode),
                                        _mm512_cvt_roundpd_ps(values.hi, mode)))};
   } else {
+    const Doubles values = v.doubles();
     return {codes_of_floats<C>(joined(odd_floats(values.lo), odd_floats(values.hi)))};
   }
 }
@@ -223,6 +226,7 @@ RECONCILE_AVX512_INLINE __m512d plus_product(__m512d sum, __m512d a, __m512d b) 
 struct Running {
   Sum abs, error, power, candidate, dot;
   __m512d amax, bar, max_rel;
+  __m512 amax_single, bar_single, max_rel_single;  // instead of these where both are narrow
   __m512i max_ulp, changed_bits;
   int64_t differing, not_equal, over_1ulp, away, sided;
 };
@@ -306,10 +310,28 @@ __attribute__((noinline)) void count_exponents(State& s, const C* c, const R* r,
 
 // ------------------------------------------------------------------ one step of 16 elements
 
-// Distances in ulps, and the side on which the candidate lies; false lanes of float64 apart.
-template <class C, class R>
-RECONCILE_AVX512_INLINE __mmask16 ulps(Running& t, const Codes<C>& c, const Codes<C>& q,
-                                       const Doubles& r) {
+// Lanes with r != 0 where rounding to C may have made it 0.
+template <class R, bool kFull>
+RECONCILE_AVX512_INLINE __mmask16 nonzero(const Vector<R, kFull>& r) {
+  if constexpr (kIsWide<R>) {
+    const __m512d zero = _mm512_setzero_pd();
+    return _mm512_kunpackb(_mm512_cmp_pd_mask(r.hi, zero, _CMP_NEQ_UQ),
+                           _mm512_cmp_pd_mask(r.lo, zero, _CMP_NEQ_UQ));
+  } else {
+    return _mm512_cmp_ps_mask(r.floats(), _mm512_setzero_ps(), _CMP_NEQ_UQ);
+  }
+}
+
+struct Lanes {
+  __mmask16 differ;   // codes that differ, by value
+  __mmask16 divides;  // r != 0
+};
+
+// Distances in ulps, and the side on which the candidate lies. Lanes that are not finite are 0 in
+// both codes.
+template <class C, class R, bool kFull>
+RECONCILE_AVX512_INLINE Lanes ulps(Running& t, const Codes<C>& c, const Codes<C>& q,
+                                   const Vector<R, kFull>& r, __mmask16 finite) {
   __mmask16 differ, over, ahead, moved;
   if constexpr (kIsWide<C>) {
     t.changed_bits = _mm512_or_si512(
@@ -334,22 +356,16 @@ RECONCILE_AVX512_INLINE __mmask16 ulps(Running& t, const Codes<C>& c, const Code
     t.max_ulp = _mm512_max_epu32(t.max_ulp, d);
     differ = _mm512_test_epi32_mask(d, d);
     over = _mm512_cmpgt_epu32_mask(d, _mm512_set1_epi32(1));
-    // the sign of -0 or of a reference that became 0 is that of its code
+    // the sign of a reference that became 0 is that of its code
     ahead = _mm512_cmpgt_epi32_mask(c0, q0) ^ _mm512_movepi32_mask(q.x);
-    if constexpr (kIsExact<C, R>) {
-      moved = _mm512_test_epi32_mask(q0, q0);
-    } else {
-      const __m512d zero = _mm512_setzero_pd();
-      moved = _mm512_kunpackb(_mm512_cmp_pd_mask(r.hi, zero, _CMP_NEQ_OQ),
-                              _mm512_cmp_pd_mask(r.lo, zero, _CMP_NEQ_OQ));
-    }
+    moved = kIsExact<C, R> ? _mm512_test_epi32_mask(q0, q0) : nonzero(r) & finite;
   }
   const __mmask16 sided = differ & moved;
   t.differing += __builtin_popcount(differ);
   t.over_1ulp += __builtin_popcount(over);
   t.sided += __builtin_popcount(sided);
   t.away += __builtin_popcount(ahead & sided);
-  return moved;
+  return {differ, moved};
 }
 
 template <class C, class R>
@@ -368,18 +384,48 @@ RECONCILE_AVX512_INLINE void sum_up(Running& t, const Doubles& c, const Doubles&
   t.dot.hi = plus_product < narrow_c && narrow_r > (t.dot.hi, c.hi, r.hi);
 }
 
-// Lanes that may hold a new maximum (see `block_portable`).
-RECONCILE_AVX512_INLINE bool may_be_maximum(const Running& t, const Doubles& size,
-                                            const Doubles& amount, __mmask16 divides) {
+// Whether a lane may hold a new maximum (see `block_portable`), from float64 on either side.
+RECONCILE_AVX512_INLINE bool may_be_maximum(Running& t, const Doubles& size, const Doubles& r,
+                                            Lanes lanes) {
+  const Doubles amount = {_mm512_abs_pd(r.lo), _mm512_abs_pd(r.hi)};
+  t.amax = _mm512_max_pd(t.amax, _mm512_max_pd(amount.lo, amount.hi));
   const __m512d least = _mm512_set1_pd(std::numeric_limits<double>::denorm_min());
   const __m512d lo = _mm512_max_pd(_mm512_mul_pd(t.max_rel, amount.lo), least);
   const __m512d hi = _mm512_max_pd(_mm512_mul_pd(t.max_rel, amount.hi), least);
-  const auto low = static_cast<__mmask8>(divides), high = static_cast<__mmask8>(divides >> 8);
-  const __mmask8 found = _mm512_cmp_pd_mask(size.lo, t.bar, _CMP_GE_OQ) |
-                         _mm512_cmp_pd_mask(size.hi, t.bar, _CMP_GE_OQ) |
-                         _mm512_mask_cmp_pd_mask(low, size.lo, lo, _CMP_GE_OQ) |
-                         _mm512_mask_cmp_pd_mask(high, size.hi, hi, _CMP_GE_OQ);
+  const auto low = static_cast<__mmask8>(lanes.divides);
+  const auto high = static_cast<__mmask8>(lanes.divides >> 8);
+  const __mmask8 found =
+      _mm512_cmp_pd_mask(_mm512_max_pd(size.lo, size.hi), t.bar, _CMP_GE_OQ) |
+      _mm512_mask_cmp_pd_mask(low, size.lo, lo, _CMP_GE_OQ) |
+      _mm512_mask_cmp_pd_mask(high, size.hi, hi, _CMP_GE_OQ);
   return found != 0;
+}
+
+// The same in float32. Rounding keeps the order, so what holds for the exact numbers holds for
+// the rounded ones, with the thresholds rounded down (`rounded_down`).
+RECONCILE_AVX512_INLINE bool may_be_maximum(Running& t, __m512 size, __m512 r, Lanes lanes) {
+  const __m512 amount = _mm512_abs_ps(r);
+  t.amax_single = _mm512_max_ps(t.amax_single, amount);
+  const __mmask16 relative = lanes.differ & lanes.divides;
+  const __mmask16 found =
+      _mm512_cmp_ps_mask(size, t.bar_single, _CMP_GE_OQ) |
+      _mm512_mask_cmp_ps_mask(relative, size, _mm512_mul_ps(t.max_rel_single, amount), _CMP_GE_OQ);
+  return found != 0;
+}
+
+inline float rounded_down(double x) {
+  const auto near = static_cast<float>(x);
+  return static_cast<double>(near) > x ? std::nextafterf(near, 0.0f) : near;
+}
+
+// Takes the thresholds from the totals.
+RECONCILE_AVX512_INLINE void set_thresholds(Running& t, const State& s, int64_t column) {
+  const double bar = s.bar(column);
+  t.bar = _mm512_set1_pd(bar);
+  t.max_rel = _mm512_set1_pd(s.max_rel.value);
+  // no difference of narrow numbers is smaller, unless it is 0
+  t.bar_single = _mm512_set1_ps(std::fmax(rounded_down(bar), 0x1p-149f));
+  t.max_rel_single = _mm512_set1_ps(rounded_down(s.max_rel.value));
 }
 
 __attribute__((noinline)) inline void examine_all(State& s, const double* c, const double* r,
@@ -403,34 +449,44 @@ RECONCILE_AVX512_INLINE void step(State& s, Running& t, Window& window, const C*
   const auto mask = static_cast<__mmask16>(kFull ? 0xffff : (1u << count) - 1);
   const auto cv = Vector<C, kFull>::load(c, mask);
   const auto rv = Vector<R, kFull>::load(r, mask);
-  Doubles cd = doubles(cv), rd = doubles(rv);
-  Codes<C> cc = codes<C>(cv, cd), qc = codes<C>(rv, rd);
+  Codes<C> cc = codes<C>(cv), qc = codes<C>(rv);
   const __mmask16 finite = finite_lanes<C>(cc, qc);
+  Doubles cd = doubles(cv), rd = doubles(rv);
   if (__builtin_expect(finite != 0xffff, 0)) {
     count_nonfinite_lanes(s, static_cast<uint16_t>(~finite), c, r, place);
     cd = kept(cd, finite), rd = kept(rd, finite);
     cc = kept<C>(cc, finite), qc = kept<C>(qc, finite);
   }
-  const __mmask16 divides = ulps<C, R>(t, cc, qc, rd);
+  Lanes lanes = ulps<C, R>(t, cc, qc, rv, finite);
   const Doubles error = {_mm512_sub_pd(cd.lo, rd.lo), _mm512_sub_pd(cd.hi, rd.hi)};
   const Doubles size = {_mm512_abs_pd(error.lo), _mm512_abs_pd(error.hi)};
-  const Doubles amount = {_mm512_abs_pd(rd.lo), _mm512_abs_pd(rd.hi)};
   sum_up<C, R>(t, cd, rd, error, size);
-  t.amax = _mm512_max_pd(t.amax, _mm512_max_pd(amount.lo, amount.hi));
-  if constexpr (!std::is_same_v<C, R>) {
-    const __m512d zero = _mm512_setzero_pd();
-    t.not_equal += __builtin_popcount(_mm512_cmp_pd_mask(size.lo, zero, _CMP_NEQ_OQ));
-    t.not_equal += __builtin_popcount(_mm512_cmp_pd_mask(size.hi, zero, _CMP_NEQ_OQ));
-  }
   window.add(size.lo);
   window.add(size.hi);
-  if (__builtin_expect(may_be_maximum(t, size, amount, divides), 0)) {
+  bool found;
+  if constexpr (kIsWide<C> || kIsWide<R>) {
+    if constexpr (!std::is_same_v<C, R>) {
+      const __m512d zero = _mm512_setzero_pd();
+      t.not_equal += __builtin_popcount(_mm512_cmp_pd_mask(size.lo, zero, _CMP_NEQ_OQ));
+      t.not_equal += __builtin_popcount(_mm512_cmp_pd_mask(size.hi, zero, _CMP_NEQ_OQ));
+    }
+    found = may_be_maximum(t, size, rd, lanes);
+  } else {
+    const __m512 single_r = _mm512_maskz_mov_ps(finite, rv.floats());
+    const __m512 single =
+        _mm512_abs_ps(_mm512_maskz_sub_ps(finite, cv.floats(), rv.floats()));
+    if constexpr (!std::is_same_v<C, R>) {
+      lanes.differ = _mm512_cmp_ps_mask(single, _mm512_setzero_ps(), _CMP_NEQ_OQ);
+      t.not_equal += __builtin_popcount(lanes.differ);
+    }
+    found = may_be_maximum(t, single, single_r, lanes);
+  }
+  if (__builtin_expect(found, 0)) {
     alignas(64) double c_values[kLanes], r_values[kLanes];
     _mm512_store_pd(c_values, cd.lo), _mm512_store_pd(c_values + 8, cd.hi);
     _mm512_store_pd(r_values, rd.lo), _mm512_store_pd(r_values + 8, rd.hi);
     examine_all(s, c_values, r_values, kFull ? kLanes : count, place, column);
-    t.bar = _mm512_set1_pd(s.bar(first_column));
-    t.max_rel = _mm512_set1_pd(s.max_rel.value);
+    set_thresholds(t, s, first_column);
   }
 }
 
@@ -465,7 +521,7 @@ RECONCILE_AVX512_INLINE bool equal_block(State& s, const T* c, const T* r, int c
     const auto mask = static_cast<__mmask16>(left >= kLanes ? 0xffff : (1u << left) - 1);
     const auto v = Vector<T, false>::load(r + i, mask);
     const Doubles d = doubles(v);
-    const Codes<T> code = codes<T>(v, d);
+    const Codes<T> code = codes<T>(v);
     finite &= finite_lanes<T>(code, code);
     amax = _mm512_max_pd(amax, _mm512_max_pd(_mm512_abs_pd(d.lo), _mm512_abs_pd(d.hi)));
     power.lo = plus_product<!kIsWide<T>>(power.lo, d.lo, d.lo);
@@ -479,7 +535,7 @@ RECONCILE_AVX512_INLINE bool equal_block(State& s, const T* c, const T* r, int c
   return true;
 }
 
-template <class C>
+template <class C, bool kNarrow>
 RECONCILE_AVX512_INLINE void take(State& s, const Running& t, double (&sums)[kSums]) {
   s.differing += t.differing;
   s.over_1ulp += t.over_1ulp;
@@ -487,7 +543,9 @@ RECONCILE_AVX512_INLINE void take(State& s, const Running& t, double (&sums)[kSu
   s.bitwise = s.bitwise && _mm512_test_epi32_mask(t.changed_bits, t.changed_bits) == 0;
   const uint64_t ulp = largest<C>(t.max_ulp);
   if (ulp > s.max_ulp) s.max_ulp = ulp;
-  s.amax = std::fmax(s.amax, _mm512_reduce_max_pd(t.amax));
+  const double amax = kNarrow ? static_cast<double>(_mm512_reduce_max_ps(t.amax_single))
+                              : _mm512_reduce_max_pd(t.amax);
+  if (amax > s.amax) s.amax = amax;
   sums[kAbs] = folded(t.abs);
   sums[kError] = folded(t.error);
   sums[kPower] = folded(t.power);
@@ -503,8 +561,7 @@ RECONCILE_AVX512 void block(State& s, const C* c, const R* r, Block b, double (&
   }
   s.finite += b.count;
   Running t{};
-  t.bar = _mm512_set1_pd(s.bar(b.column));
-  t.max_rel = _mm512_set1_pd(s.max_rel.value);
+  set_thresholds(t, s, b.column);
   Window window{};
   window.start = _mm512_set1_epi64(4ll * s.window);
   int i = 0;
@@ -519,7 +576,7 @@ RECONCILE_AVX512 void block(State& s, const C* c, const R* r, Block b, double (&
     step<C, R, false>(s, t, window, c + i, r + i, b.count - i, b.place + i, b.column + i, b.column);
     window.widen();
   }
-  take<C>(s, t, sums);
+  take<C, !kIsWide<C> && !kIsWide<R>>(s, t, sums);
   const int64_t nonzero = std::is_same_v<C, R> ? t.differing : t.not_equal;
   if (!take_window(s, window, nonzero)) count_exponents(s, c, r, b.count);
 }

@@ -316,18 +316,18 @@ inline double folded(double (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-template <class C, class R>
+// Without branches: which side an element lies on is as good as random.
+template <class C>
 inline void count_ulps(State& s, C c, C q, double r) {
   const int64_t ahead = code_order(c), behind = code_order(q);
-  s.bitwise = s.bitwise && c.bits == q.bits;
-  if (ahead == behind) return;
-  const uint64_t distance = ahead > behind
-                                ? static_cast<uint64_t>(ahead) - static_cast<uint64_t>(behind)
-                                : static_cast<uint64_t>(behind) - static_cast<uint64_t>(ahead);
-  ++s.differing;
+  const bool above = ahead > behind, below = ahead < behind;
+  const uint64_t one = static_cast<uint64_t>(ahead), other = static_cast<uint64_t>(behind);
+  const uint64_t distance = above ? one - other : other - one;
+  s.bitwise = s.bitwise & (c.bits == q.bits);
+  s.differing += above | below;
   s.over_1ulp += distance > 1;
-  if (distance > s.max_ulp) s.max_ulp = distance;
-  if (r != 0) s.bias += (ahead > behind) == (r > 0) ? 1 : -1;
+  s.max_ulp = distance > s.max_ulp ? distance : s.max_ulp;
+  s.bias += ((r > 0) - (r < 0)) * (above - below);
 }
 
 // Adds a block to the totals, and gives its five sums.
@@ -358,7 +358,7 @@ void block_portable(State& s, const C* c, const R* r, Block block, double (&sums
       bar = s.bar(block.column);
     }
     if (size > 0) ++s.histogram[exponent_bin(size)];
-    count_ulps<C, R>(s, c[i], q, rv);
+    count_ulps(s, c[i], q, rv);
   }
   for (int k = 0; k < kSums; ++k) sums[k] = folded(lanes[k]);
 }

@@ -24,14 +24,14 @@
 
 extern "C" {
 
-// Places are flat indices, -1 where there is none. Mirrored in fused_stats.py.
+// Places are flat indices, -1 where there is none. fused_stats.py reads it by position.
 struct FusedStats {
   int64_t finite, nan_candidate, inf_candidate, nan_reference, inf_reference;
   int64_t mismatch, mismatch_place;
-  int64_t bitwise_equal, differing, over_1ulp, bias, reference_constant;
-  int64_t max_abs_place, max_rel_place;
-  int64_t rows, columns, bins;
+  int64_t bitwise_equal, differing, over_1ulp, bias;
   uint64_t max_ulp;
+  int64_t max_abs_place, max_rel_place, reference_constant;
+  int64_t rows, columns, bins;
   double max_abs, max_abs_candidate, max_abs_reference, max_rel, reference_amax;
   double sums[kSums];
   int64_t row[kWorst], column[kWorst];
@@ -173,7 +173,9 @@ void compare(const void* candidate, const void* reference, Shape shape, int thre
   const BlockFunction<C, R> block = chosen<C, R>(simd);
   const int64_t blocks = shape.blocks();
   const int64_t count = threads < 1 ? 1 : (threads < blocks ? threads : blocks);
-  std::vector<Share> shares(static_cast<size_t>(count), Share(shape.columns));
+  std::vector<Share> shares;
+  shares.reserve(static_cast<size_t>(count));
+  for (int64_t t = 0; t < count; ++t) shares.emplace_back(shape.columns);
   const auto work = [&](int64_t t) {
     run<C, R>(shares[static_cast<size_t>(t)], c, r, shape, blocks * t / count,
               blocks * (t + 1) / count, block);

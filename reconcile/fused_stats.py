@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,8 +50,7 @@ _DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16:
 Pairs = tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Totals:
+class Totals(NamedTuple):
     """What one pass over a pair finds; places are flat indices, None where there is none."""
 
     n: int
@@ -84,51 +84,10 @@ class Totals:
     histogram: tuple[tuple[int, int], ...]
 
 
-class _FusedStats(ctypes.Structure):
-    """``struct FusedStats`` of fused_stats.cpp."""
-
-    _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "finite",
-                "nan_candidate",
-                "inf_candidate",
-                "nan_reference",
-                "inf_reference",
-                "mismatch",
-                "mismatch_place",
-                "bitwise_equal",
-                "differing",
-                "over_1ulp",
-                "bias",
-                "reference_constant",
-                "max_abs_place",
-                "max_rel_place",
-                "rows",
-                "columns",
-                "bins",
-            )
-        ),
-        ("max_ulp", ctypes.c_uint64),
-        *(
-            (name, ctypes.c_double)
-            for name in (
-                "max_abs",
-                "max_abs_candidate",
-                "max_abs_reference",
-                "max_rel",
-                "reference_amax",
-            )
-        ),
-        ("sums", ctypes.c_double * len(SUMS)),
-        ("row", ctypes.c_int64 * _WORST),
-        ("column", ctypes.c_int64 * _WORST),
-        ("row_nmse", ctypes.c_double * _WORST),
-        ("column_max", ctypes.c_double * _WORST),
-        ("exponent", ctypes.c_int64 * _BINS),
-        ("count", ctypes.c_int64 * _BINS),
-    )
+# struct FusedStats of fused_stats.cpp: a fixed head, then two arrays of which `bins` entries count
+_HEAD = struct.Struct(f"=11q Q 6q 5d {len(SUMS)}d {2 * _WORST}q {2 * _WORST}d")
+_ARRAY = 8 * _BINS
+_Buffer = ctypes.c_char * (_HEAD.size + 2 * _ARRAY)
 
 
 def implementation() -> str:
@@ -171,7 +130,7 @@ def measure(
     if threads is None:
         small = c.nbytes + r.nbytes <= THREADS_FROM_BYTES
         threads = 1 if small else torch.get_num_threads()
-    found = _FusedStats()
+    found = _Buffer()
     failed = library.reconcile_fused_stats(
         _DTYPES[c.dtype],
         c.data_ptr(),
@@ -181,7 +140,7 @@ def measure(
         columns,
         threads,
         simd,
-        ctypes.byref(found),
+        found,
     )
     if failed:
         raise MemoryError(f"no memory to compare {list(c.shape)} with {threads} threads")
@@ -221,34 +180,40 @@ def _is_plain(x: Tensor) -> bool:
     return x.dtype in _DTYPES and x.device.type == "cpu" and x.layout == torch.strided
 
 
-def _totals(found: _FusedStats, n: int) -> Totals:
-    rows, columns, bins = found.rows, found.columns, found.bins
+def _totals(found: ctypes.Array[ctypes.c_char], n: int) -> Totals:
+    head = _HEAD.unpack_from(found)
+    whole, real, places, values = head[:18], head[18:28], head[28:38], head[38:]
+    rows, columns, bins = whole[15:]
+    exponents = struct.unpack_from(f"={bins}q", found, _HEAD.size)
+    counts = struct.unpack_from(f"={bins}q", found, _HEAD.size + _ARRAY)
     return Totals(
         n=n,
-        finite=found.finite,
-        nan_candidate=found.nan_candidate,
-        inf_candidate=found.inf_candidate,
-        nan_reference=found.nan_reference,
-        inf_reference=found.inf_reference,
-        mismatch=found.mismatch,
-        mismatch_place=_place(found.mismatch_place),
-        bitwise_equal=bool(found.bitwise_equal),
-        differing=found.differing,
-        over_1ulp=found.over_1ulp,
-        bias=found.bias,
-        max_ulp=found.max_ulp,
-        max_abs=found.max_abs,
-        max_abs_place=_place(found.max_abs_place),
-        max_abs_candidate=found.max_abs_candidate,
-        max_abs_reference=found.max_abs_reference,
-        max_rel=found.max_rel,
-        max_rel_place=_place(found.max_rel_place),
-        reference_amax=found.reference_amax,
-        reference_constant=bool(found.reference_constant),
-        sums=tuple(found.sums),
-        worst_rows=tuple(zip(found.row[:rows], found.row_nmse[:rows], strict=True)),
-        worst_columns=tuple(zip(found.column[:columns], found.column_max[:columns], strict=True)),
-        histogram=tuple(zip(found.exponent[:bins], found.count[:bins], strict=True)),
+        finite=whole[0],
+        nan_candidate=whole[1],
+        inf_candidate=whole[2],
+        nan_reference=whole[3],
+        inf_reference=whole[4],
+        mismatch=whole[5],
+        mismatch_place=_place(whole[6]),
+        bitwise_equal=bool(whole[7]),
+        differing=whole[8],
+        over_1ulp=whole[9],
+        bias=whole[10],
+        max_ulp=whole[11],
+        max_abs_place=_place(whole[12]),
+        max_rel_place=_place(whole[13]),
+        reference_constant=bool(whole[14]),
+        max_abs=real[0],
+        max_abs_candidate=real[1],
+        max_abs_reference=real[2],
+        max_rel=real[3],
+        reference_amax=real[4],
+        sums=real[5:],
+        worst_rows=tuple(zip(places[:rows], values[:rows], strict=True)),
+        worst_columns=tuple(
+            zip(places[_WORST : _WORST + columns], values[_WORST : _WORST + columns], strict=True)
+        ),
+        histogram=tuple(zip(exponents, counts, strict=True)),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from reconcile.weight import QuantizedWeight
 
@@ -61,6 +61,12 @@ class Checkpoint(Protocol):
 
     def precise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Context in which the library's own float32 islands keep ``dtype``."""
+
+    def decode_again(self, module: str) -> Tensor | None:
+        """A quantised weight by a second, independent decoder, float64; None: there is none."""
+
+    def originals(self, path: Path) -> Mapping[str, Tensor]:
+        """The dense weights that were quantised, by module path, from another checkpoint."""
 
     def tokens(self, prompt: str) -> list[int]:
         """Token ids of a text; CheckpointError where the checkpoint has no tokenizer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -26,6 +27,8 @@ class Sides:
     record: PlanRecord
     order: tuple[str, ...]
     """The candidate's modules in execution order."""
+    weights: dict[str, dict[str, Any]]
+    """By module: ``suspicions`` and ``stats`` of its decoded weight."""
     isolated: Pairs
     chained: Pairs
     unpaired: tuple[tuple[str, str], ...]
@@ -124,7 +127,8 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
     isolated, alone = _paired(reference, candidate, "isolated")
     chained, free = _paired(reference, candidate, "chained")
     unpaired = () if ours.engine is None else (*alone, *free)
-    return Sides(ours, tuple(order or ()), isolated, chained, unpaired)
+    weights = reference.facts.get("weights", {})
+    return Sides(ours, tuple(order or ()), weights, isolated, chained, unpaired)
 
 
 def _paired(reference: Trace, candidate: Trace, kind: str) -> tuple[Pairs, list[tuple[str, str]]]:

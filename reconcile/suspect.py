@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from reconcile.linears import DenseWeight
 from reconcile.weight import QuantizedWeight
@@ -40,3 +43,38 @@ def _scales(weight: QuantizedWeight) -> list[str]:
 
 def _is_ternary(weight: QuantizedWeight | DenseWeight) -> bool:
     return isinstance(weight, QuantizedWeight) and len(weight.format.table) <= 4
+
+
+def weight_facts(
+    weight: QuantizedWeight, again: Tensor | None, original: Tensor | None
+) -> dict[str, Any]:
+    """What the report says about a decoded weight, apart from any kernel.
+
+    Args:
+        weight: the stored weight.
+        again: the same by a second decoder, or None.
+        original: the dense weight before quantisation, or None.
+
+    Returns:
+        ``suspicions``: texts, empty if the reference is fit to judge; ``stats``: the share of
+        zeros, the range of scales, whether the second decoder agrees bit by bit, and the
+        signal-to-noise ratio of quantisation in dB.
+    """
+    found = suspicions(weight)
+    values = weight.dequantize(torch.float64)
+    scales = weight.format.scale_values(weight.scales)
+    stats: dict[str, Any] = {
+        "zero_share": float((values == 0).double().mean()),
+        "scale_min": float(scales.min()),
+        "scale_max": float(scales.max()),
+    }
+    if again is not None:
+        stats["second_decoder_agrees"] = torch.equal(values, again)
+        if not stats["second_decoder_agrees"]:
+            places = int((values != again).sum())
+            found.append(f"a second decoder differs in {places} of {values.numel()} weights")
+    if original is not None:
+        exact = original.to(torch.float64)
+        noise, power = (values - exact).square().sum(), exact.square().sum()
+        stats["quantisation_sqnr_db"] = float(10 * torch.log10(power / noise))
+    return {"suspicions": found, "stats": stats}

@@ -114,20 +114,20 @@ def table_misreadings(
     return tuple(reread(name, text, table=values) for name, (text, values) in readings.items())
 
 
-_E4M3FN = table_misreadings(
+_MISREAD_E4M3FN = table_misreadings(
     E4M3FN,
     3,
     e4m3fnuz=E4M3FNUZ,
     e5m2=E5M2,
     e4m3_without_nan=minifloat_table(4, 3, 7, nonfinite="none"),
 )
-_E4M3FNUZ = table_misreadings(
+_MISREAD_E4M3FNUZ = table_misreadings(
     E4M3FNUZ,
     3,
     e4m3fn=E4M3FN,
     e4m3fnuz_without_nan=minifloat_table(4, 3, 8, nonfinite="none"),
 )
-_E5M2 = table_misreadings(
+_MISREAD_E5M2 = table_misreadings(
     E5M2,
     2,
     e4m3fn=E4M3FN,
@@ -144,7 +144,7 @@ FP8_E4M3_TENSOR = Format(
     code_dtypes=(torch.uint8, torch.float8_e4m3fn),
     granularity="tensor",
     reference=_OCP,
-    misreadings=SCALE + NUMBER_SCALE + _E4M3FN,
+    misreadings=SCALE + NUMBER_SCALE + _MISREAD_E4M3FN,
 )
 """Codes [N, K], one scale [1]: Ministral and Pixtral style."""
 
@@ -152,7 +152,7 @@ FP8_E4M3_CHANNEL = replace(
     FP8_E4M3_TENSOR,
     name="fp8_e4m3_channel",
     granularity="channel",
-    misreadings=SCALE + NUMBER_SCALE + CHANNEL_SCALE + _E4M3FN,
+    misreadings=SCALE + NUMBER_SCALE + CHANNEL_SCALE + _MISREAD_E4M3FN,
 )
 """Codes [N, K], one scale per output row [N]: compressed-tensors FP8-dynamic."""
 
@@ -161,7 +161,7 @@ FP8_E4M3_BLOCK = replace(
     name="fp8_e4m3_block",
     granularity="block",
     block=(128, 128),
-    misreadings=SCALE + NUMBER_SCALE + BLOCK_SCALE + _E4M3FN,
+    misreadings=SCALE + NUMBER_SCALE + BLOCK_SCALE + _MISREAD_E4M3FN,
 )
 """Codes [N, K], one scale per 128 x 128 block, ceil at the edges. The checkpoints' name
 ``weight_scale_inv`` notwithstanding, it multiplies (DeepSeek-V3, Qwen3-FP8)."""
@@ -171,7 +171,7 @@ FP8_E4M3_BLOCK_E8M0 = replace(
     name="fp8_e4m3_block_e8m0",
     scale_encoding="e8m0",
     scale_dtypes=(torch.uint8, torch.float8_e8m0fnu),
-    misreadings=SCALE + E8M0_SCALE + BLOCK_SCALE + _E4M3FN,
+    misreadings=SCALE + E8M0_SCALE + BLOCK_SCALE + _MISREAD_E4M3FN,
 )
 """The same with power-of-two scales stored as E8M0 bytes (``scale_fmt: ue8m0``)."""
 
@@ -180,7 +180,7 @@ FP8_E4M3FNUZ_TENSOR = replace(
     name="fp8_e4m3fnuz_tensor",
     table=E4M3FNUZ,
     code_dtypes=(torch.uint8, torch.float8_e4m3fnuz),
-    misreadings=SCALE + NUMBER_SCALE + _E4M3FNUZ,
+    misreadings=SCALE + NUMBER_SCALE + _MISREAD_E4M3FNUZ,
     reference="arXiv 2206.02915, e4m3fnuz",
 )
 """AMD MI300's variant."""
@@ -190,7 +190,7 @@ FP8_E5M2_TENSOR = replace(
     name="fp8_e5m2_tensor",
     table=E5M2,
     code_dtypes=(torch.uint8, torch.float8_e5m2),
-    misreadings=SCALE + NUMBER_SCALE + _E5M2,
+    misreadings=SCALE + NUMBER_SCALE + _MISREAD_E5M2,
     reference="OCP 8-bit Floating Point Specification v1.0, E5M2",
 )
 

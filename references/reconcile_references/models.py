@@ -27,6 +27,7 @@ from reconcile_references.checkpoint import (
     read_tensors,
 )
 from reconcile_references.precise import preserve_float64
+from reconcile_references.second_decoder import decode_again
 
 SCALE = "weight_scale"
 """Name of the scale tensor beside ``weight``."""
@@ -81,6 +82,27 @@ class TransformersCheckpoint:
     def precise(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """For float64: the float32 islands of transformers' modules keep float64."""
         return preserve_float64() if dtype == torch.float64 else nullcontext()
+
+    def decode_again(self, module: str) -> Tensor | None:
+        """The weight by the second decoder."""
+        return decode_again(self.weights[module])
+
+    def originals(self, path: Path) -> dict[str, Tensor]:
+        """The quantised linears' dense weights in another checkpoint of the same names.
+
+        Raises:
+            CheckpointError: one is missing or has another shape.
+        """
+        tensors = read_tensors(path)
+        found = {name: tensors.get(f"{name}.weight") for name in self.weights}
+        bad = [
+            name
+            for name, tensor in found.items()
+            if tensor is None or tuple(tensor.shape) != self.weights[name].shape
+        ]
+        if bad:
+            raise CheckpointError(f"{path}: {names('not the original of', bad)}")
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def tokens(self, prompt: str) -> list[int]:
         """Token ids by the checkpoint's own tokenizer files."""

@@ -190,7 +190,7 @@ def test_only_restricts_and_a_required_kernel_must_run(cli):
 def _copy(tmp_path):
     """A copy of the fixtures that a test may damage."""
     target = tmp_path / "case"
-    shutil.copytree(FIXTURES, target, ignore=shutil.ignore_patterns("*master*", "vectors"))
+    shutil.copytree(FIXTURES, target, ignore=shutil.ignore_patterns("vectors"))
     return target
 
 
@@ -400,3 +400,24 @@ def test_a_rewritten_capture_of_the_reference_is_invalid(cli):
     assert code == 2
     bad = [r for r in rows_of("run") if r["verdict"] != "PASS"]
     assert {(r["tap"], r["reason"]) for r in bad} == {(down, "capture_invalid")}
+
+
+def test_a_suspect_reference_is_inconclusive_not_a_fail(cli, tmp_path):
+    """A scale that was never loaded: the kernel reads it, the report says so."""
+    case = _copy(tmp_path)
+    _damage(case, lambda t: t[f"{Q}.weight_scale"].fill_(1.0))
+    code, out, _ = cli("run", case / "cases" / "tiny-ternary.toml", "--out", "run")
+    assert code == 2
+    assert "INCONCLUSIVE" in out.splitlines()[0]
+    bad = [r for r in rows_of("run") if r["verdict"] != "PASS"]
+    assert (bad[0]["level"], bad[0]["tap"]) == ("weight", f"{Q}:param.weight")
+    assert bad[0]["reason"] == "reference_suspect"
+    assert {r["verdict"] for r in bad} == {"INCONCLUSIVE"}
+
+
+def test_the_three_errors_stand_apart(cli):
+    assert cli("run", "--only", "*.0.mlp.*", "--out", "run")[0] == 0
+    weights = [r for r in rows_of("run") if r["level"] == "weight"]
+    assert len(weights) == 3
+    assert all(3 < r["stats"]["quantisation_sqnr_db"] < 12 for r in weights)
+    assert all(r["stats"]["second_decoder_agrees"] for r in weights)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
@@ -19,7 +18,7 @@ INF, NAN = math.inf, math.nan
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (FP64, FP32, BF16, FP16)
 PAIRS = list(itertools.product(DTYPES, DTYPES))
-NAMES = [field.name for field in fields(Totals)]
+NAMES = Totals._fields
 
 needs_native = pytest.mark.skipif(
     native.find_cxx() is None, reason="no C++ compiler: looked for $CXX, c++, g++, clang++"
@@ -224,9 +223,7 @@ def oracle(c, r):
     return {
         "finite": len(pairs),
         "max_abs": max((float(abs(a - b)) for _, a, b in pairs), default=0.0),
-        "max_abs_place": min(
-            ((-abs(a - b), i) for i, a, b in pairs), default=(None, None)
-        )[1],
+        "max_abs_place": min(((-abs(a - b), i) for i, a, b in pairs), default=(None, None))[1],
         "max_rel": max((float(abs(a - b) / abs(b)) for _, a, b in pairs if b), default=0.0),
         "sums": [
             float(sum((term(a, b) for _, a, b in pairs), Fraction(0)))
@@ -408,7 +405,7 @@ def forgotten():
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("/nowhere/c++", "no C++ compiler"), ("/bin/false", "does not compile|exit status")],
+    [("/nowhere/c++", r"no C\+\+ compiler"), ("/bin/false", "does not compile|exit status")],
 )
 def test_without_a_working_compiler(compiler, reason, monkeypatch, tmp_path, forgotten):
     c, r = sparse((30, 50))

@@ -261,6 +261,8 @@ def test_a_code_of_e4m3(name, code, value):
         ("fp8_e4m3fnuz_tensor", "read_as_e4m3fn", [(ONE, 1), (0x7E, 448), (0x01, 2.0**-9)]),
         ("fp8_e4m3fnuz_tensor", "sign_ignored", [(0x80, 0), (0xB8, 0.5)]),
         ("fp8_e4m3fnuz_tensor", "subnormals_as_normals", [(0x01, 1.125 * 2.0**-8), (0, 0)]),
+        ("fp8_e4m3fnuz_tensor", "subnormals_as_normals", [(0x80, math.nan)]),
+        ("fp8_e4m3fnuz_tensor", "subnormals_as_zero", [(0x01, 0), (0x80, math.nan)]),
         ("fp8_e5m2_tensor", "read_as_e4m3fn", [(ONE, 1), (0x7C, 384)]),
         ("fp8_e5m2_tensor", "read_as_e5m2fnuz", [(0x3C, 0.5), (0x7C, 32768)]),
         ("fp8_e5m2_tensor", "read_as_e5m2_without_nan", [(0x7C, 65536), (0x7D, 81920)]),
@@ -269,7 +271,7 @@ def test_a_code_of_e4m3(name, code, value):
 )
 def test_codes_of_the_other_floats(form, name, pairs):
     for code, value in pairs:
-        assert read(formats()[form], name, [[code]], torch.ones(1)) == [[value]]
+        assert same(read(formats()[form], name, [[code]], torch.ones(1)), [[float(value)]])
 
 
 def test_fn_and_fnuz_read_as_each_other_are_factors_of_two_and_a_nan():
