@@ -12,7 +12,7 @@ from reconcile.report import Limits, Reason, Report, Row, Verdict
 from reconcile.session import Session, run
 from reconcile.taps import taps
 from reconcile.trace import Pass, Tap, Trace
-from reconcile.weight import Format, Packing, QuantizedWeight
+from reconcile.weight import Format, Misreading, Packing, QuantizedWeight
 
 session = Session
 """``reconcile.session(case)`` keeps the checkpoint and the reference loaded."""
@@ -26,6 +26,7 @@ __all__ = [
     "Kernel",
     "Limits",
     "LinearSpec",
+    "Misreading",
     "Packing",
     "Pass",
     "QuantizedWeight",

@@ -39,6 +39,7 @@ from reconcile.replay import Call, Prepared, repeated
 from reconcile.report import Coverage, Level, Limits, Reason, Report, Row, Verdict
 from reconcile.rounding import bitwise_equal, round_to
 from reconcile.suspect import suspicions
+from reconcile.threads import few_threads
 from reconcile.weight import QuantizedWeight
 
 PROBES = ("impulse", "code_table", "integer", "edge", "special", "layout", "bound", "batch")
@@ -86,23 +87,8 @@ def check_linear(
     """
     started = time.perf_counter()
     subject = _subject(kernel, weight, x, bias, contract, engine, dtype, repeats)
-    rows: list[Row] = []
-    notices: list[str] = []
-    if found := suspicions(subject.weight):
-        finding = Finding({}, reason=Reason.REFERENCE_SUSPECT, text="; ".join(found))
-        rows.append(replace(subject.row("decode", (), finding), level=Level.WEIGHT))
-    else:
-        chosen = _chosen(probes)
-        for probe in _probes(subject, chosen, tuple(batch_sizes), x, seed):
-            row = _run(subject, probe)
-            if row is None:
-                notices.append(f"declined: {probe.name} {list(probe.weight.shape)}: {probe.sees}")
-            else:
-                rows.append(row)
-                if probe.name == "impulse" and "100%" not in probe.sees and probe.amplitude == 1:
-                    notices.append(f"sampled: impulse M={row.shape[0]}: {probe.sees}")
-        if "batch" in chosen:
-            rows.append(_batch(subject, seed))
+    with few_threads(subject.weight.shape[0] * subject.weight.shape[1]), torch.no_grad():
+        rows, notices = _rows(subject, _chosen(probes), tuple(batch_sizes), x, seed)
     return Report(
         case=f"check_linear {subject.kernel.name}",
         rows=tuple(rows),
@@ -112,6 +98,29 @@ def check_linear(
         seconds=round(time.perf_counter() - started, 3),
         notices=tuple(notices),
     )
+
+
+def _rows(
+    subject: _Subject, chosen: tuple[str, ...], sizes: tuple[int, ...], x: Tensor | None, seed: int
+) -> tuple[list[Row], list[str]]:
+    """Rows and notices: of every probe, or why the reference is not fit to judge."""
+    rows: list[Row] = []
+    notices: list[str] = []
+    if found := suspicions(subject.weight):
+        finding = Finding({}, reason=Reason.REFERENCE_SUSPECT, text="; ".join(found))
+        rows.append(replace(subject.row("decode", (), finding), level=Level.WEIGHT))
+    else:
+        for probe in _probes(subject, chosen, sizes, x, seed):
+            row = _run(subject, probe)
+            if row is None:
+                notices.append(f"declined: {probe.name} {list(probe.weight.shape)}: {probe.sees}")
+                continue
+            rows.append(row)
+            if probe.name == "impulse" and "100%" not in probe.sees and probe.amplitude == 1:
+                notices.append(f"sampled: impulse M={row.shape[0]}: {probe.sees}")
+        if "batch" in chosen:
+            rows.append(_batch(subject, seed))
+    return rows, notices
 
 
 @dataclass(frozen=True, slots=True)

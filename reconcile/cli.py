@@ -26,7 +26,8 @@ from reconcile.exceptions import ConfigError, KernelError, ReconcileError, neare
 from reconcile.explain import explain
 from reconcile.plan import Plan, Progress
 from reconcile.report import ExitCode, Report
-from reconcile.session import Session, compare_traces, few_threads, override, run
+from reconcile.session import Session, compare_traces, override, run
+from reconcile.threads import few_threads
 from reconcile.trace import Trace, write_atomically
 
 FORMATS = ("html", "json", "junit", "markdown")
@@ -182,7 +183,7 @@ def _capture(options: argparse.Namespace) -> int:
     if (options.output / "manifest.json").exists():
         raise ConfigError(f"{options.output} already holds a trace; give another directory")
     plan = _one_plan(case, options)
-    with _progress(case) as progress, few_threads(plan.checkpoint):
+    with _progress(case) as progress, few_threads(plan.size):
         if options.side == "reference":
             trace = capture_reference(plan, options.command_line, progress)
         else:

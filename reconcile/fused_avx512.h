@@ -1,4 +1,4 @@
-// The AVX-512 way through one block: the same numbers as `block_portable`, 16 elements at a time.
+// The AVX-512 way through one block: the same numbers as `block_of_chunks`, 16 elements at a time.
 //
 // Every function carries its target in an attribute, so that the file compiles without -march
 // and the caller decides at run time.
@@ -299,7 +299,7 @@ __attribute__((noinline)) void count_exponents(State& s, const C* c, const R* r,
   for (int i = 0; i < count; ++i) {
     if (!is_finite(c[i]) || !is_finite(round_to<C>(r[i]))) continue;
     const double size = std::fabs(to_double(c[i]) - to_double(r[i]));
-    if (size > 0) ++s.histogram[exponent_bin(size)];
+    ++s.histogram[exponent_bin(size)];
     if (size > largest) largest = size;
   }
   const auto field = static_cast<int>(bit_cast<uint64_t>(largest) >> 52);
@@ -384,7 +384,7 @@ RECONCILE_AVX512_INLINE void sum_up(Running& t, const Doubles& c, const Doubles&
   t.dot.hi = plus_product < narrow_c && narrow_r > (t.dot.hi, c.hi, r.hi);
 }
 
-// Whether a lane may hold a new maximum (see `block_portable`), from float64 on either side.
+// Whether a lane may hold a new maximum (see `block_of_chunks`), from float64 on either side.
 RECONCILE_AVX512_INLINE bool may_be_maximum(Running& t, const Doubles& size, const Doubles& r,
                                             Lanes lanes) {
   const Doubles amount = {_mm512_abs_pd(r.lo), _mm512_abs_pd(r.hi)};

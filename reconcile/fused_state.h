@@ -10,6 +10,8 @@
 
 #include "fused_exact.h"
 
+#define RECONCILE_INLINE __attribute__((always_inline)) inline
+
 constexpr int kLanes = 16;    // element i of a block is added to partial sum i % kLanes
 constexpr int kBlock = 1024;  // elements of a row that are summed in float64 before the exact sum
 constexpr int kWorst = 5;
@@ -86,6 +88,11 @@ inline uint32_t odd_float_bits(double x) {
   return bits | 1u;
 }
 
+inline BFloat16 nearest_bfloat16(uint32_t float_bits) {
+  const auto code = static_cast<uint16_t>((float_bits + 0x7fffu + ((float_bits >> 16) & 1u)) >> 16);
+  return {(float_bits & 0x7fffffffu) > Float32::kInf ? static_cast<uint16_t>(0x7fc0u) : code};
+}
+
 // x rounded once, to nearest with ties to even.
 template <class T>
 inline T rounded(double x);
@@ -99,9 +106,7 @@ inline Float32 rounded<Float32>(double x) {
 }
 template <>
 inline BFloat16 rounded<BFloat16>(double x) {
-  if (std::isnan(x)) return {0x7fc0u};
-  const uint32_t bits = odd_float_bits(x);
-  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+  return nearest_bfloat16(odd_float_bits(x));
 }
 template <>
 inline Float16 rounded<Float16>(double x) {
@@ -124,6 +129,8 @@ template <class C, class R>
 inline C round_to(R r) {
   if constexpr (std::is_same_v<C, R>) {
     return r;
+  } else if constexpr (std::is_same_v<C, BFloat16> && std::is_same_v<R, Float32>) {
+    return nearest_bfloat16(r.bits);
   } else {
     return rounded<C>(to_double(r));
   }
@@ -131,10 +138,13 @@ inline C round_to(R r) {
 
 // Place of a code in the order of values; +0 and -0 are both 0.
 template <class T>
-inline int64_t code_order(T x) {
+using Order = std::conditional_t<sizeof(T) == 8, int64_t, int32_t>;
+
+template <class T>
+inline Order<T> code_order(T x) {
   using Signed = std::make_signed_t<typename T::Bits>;
-  const int64_t code = static_cast<Signed>(x.bits);
-  const int64_t lowest = std::numeric_limits<Signed>::min();
+  const Order<T> code = static_cast<Signed>(x.bits);
+  const Order<T> lowest = std::numeric_limits<Signed>::min();
   return code < 0 ? lowest - code : code;
 }
 
@@ -278,12 +288,15 @@ inline void examine(State& s, double c, double r, int64_t place, int64_t column)
   }
 }
 
+// Bin of a difference; bin 0, which no exponent has, for those that are 0.
 inline int exponent_bin(double size) {
   const auto field = static_cast<int>(bit_cast<uint64_t>(size) >> 52);
-  if (field != 0) return field - 1022 + kBinOfZero;
-  int exponent;
-  std::frexp(size, &exponent);
-  return exponent + kBinOfZero;
+  if (__builtin_expect(field == 0 && size > 0, 0)) {
+    int exponent;
+    std::frexp(size, &exponent);
+    return exponent + kBinOfZero;
+  }
+  return field == 0 ? 0 : field - 1022 + kBinOfZero;
 }
 
 // ------------------------------------------------------------------ one block
@@ -316,51 +329,114 @@ inline double folded(double (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-// Without branches: which side an element lies on is as good as random.
+// 16 elements as float64 and as places in the candidate's order of codes; 0 where an element is
+// not finite, or lies beyond the row. Fixed loops without branches, which compilers vectorise.
 template <class C>
-inline void count_ulps(State& s, C c, C q, double r) {
-  const int64_t ahead = code_order(c), behind = code_order(q);
-  const bool above = ahead > behind, below = ahead < behind;
-  const uint64_t one = static_cast<uint64_t>(ahead), other = static_cast<uint64_t>(behind);
-  const uint64_t distance = above ? one - other : other - one;
-  s.bitwise = s.bitwise & (c.bits == q.bits);
-  s.differing += above | below;
-  s.over_1ulp += distance > 1;
-  s.max_ulp = distance > s.max_ulp ? distance : s.max_ulp;
-  s.bias += ((r > 0) - (r < 0)) * (above - below);
+struct Chunk {
+  double c[kLanes] = {}, r[kLanes] = {};
+  Order<C> ahead[kLanes] = {}, behind[kLanes] = {};
+  bool changed = false;  // any bits that differ
+
+  template <class R>
+  RECONCILE_INLINE void load(State& s, const C* candidate, const R* reference, int count,
+                             int64_t place) {
+    const int nonfinite = count == kLanes ? fill(candidate, reference, kLanes)
+                                          : fill(candidate, reference, count);
+    s.finite += count - nonfinite;
+    if (__builtin_expect(nonfinite == 0, 1)) return;
+    for (int k = 0; k < count; ++k)
+      if (!is_finite(candidate[k]) || !is_finite(round_to<C>(reference[k])))
+        count_nonfinite(s, candidate[k], reference[k], place + k);
+  }
+
+  template <class R>
+  RECONCILE_INLINE int fill(const C* candidate, const R* reference, int count) {
+    int nonfinite = 0, changes = 0;
+    for (int k = 0; k < count; ++k) {
+      const C q = round_to<C>(reference[k]);
+      const bool finite = is_finite(candidate[k]) & is_finite(q);
+      nonfinite += !finite;
+      changes |= finite & (candidate[k].bits != q.bits);
+      c[k] = finite ? to_double(candidate[k]) : 0.0;
+      r[k] = finite ? to_double(reference[k]) : 0.0;
+      ahead[k] = finite ? code_order(candidate[k]) : 0;
+      behind[k] = finite ? code_order(q) : 0;
+    }
+    changed = changes != 0;
+    return nonfinite;
+  }
+};
+
+template <class C>
+RECONCILE_INLINE void count_ulps(State& s, const Chunk<C>& x) {
+  using Distance = std::make_unsigned_t<Order<C>>;
+  Distance most = 0;
+  int differing = 0, over = 0, bias = 0;
+  for (int k = 0; k < kLanes; ++k) {
+    const Order<C> high = x.ahead[k] > x.behind[k] ? x.ahead[k] : x.behind[k];
+    const Order<C> low = x.ahead[k] > x.behind[k] ? x.behind[k] : x.ahead[k];
+    const Distance distance = static_cast<Distance>(high) - static_cast<Distance>(low);
+    most = distance > most ? distance : most;
+    differing += distance > 0;
+    over += distance > 1;
+    const int side = (x.ahead[k] > x.behind[k]) - (x.ahead[k] < x.behind[k]);
+    bias += ((x.r[k] > 0) - (x.r[k] < 0)) * side;
+  }
+  s.bitwise = s.bitwise && !x.changed;
+  s.differing += differing, s.over_1ulp += over, s.bias += bias;
+  if (most > s.max_ulp) s.max_ulp = most;
 }
 
 // Adds a block to the totals, and gives its five sums.
 template <class C, class R>
-void block_portable(State& s, const C* c, const R* r, Block block, double (&sums)[kSums]) {
+RECONCILE_INLINE void block_of_chunks(State& s, const C* c, const R* r, Block block,
+                                      double (&sums)[kSums]) {
   first_elements(s, c, r, block);
-  double lanes[kSums][kLanes] = {};
+  double lanes[kSums][kLanes] = {}, amax[kLanes] = {}, size[kLanes];
   double bar = s.bar(block.column);
-  for (int i = 0; i < block.count; ++i) {
-    const C q = round_to<C>(r[i]);
-    if (!is_finite(c[i]) || !is_finite(q)) {
-      count_nonfinite(s, c[i], r[i], block.place + i);
-      continue;
+  for (int i = 0; i < block.count; i += kLanes) {
+    const int left = block.count - i, count = left < kLanes ? left : kLanes;
+    Chunk<C> x;
+    x.load(s, c + i, r + i, count, block.place + i);
+    int candidates = 0;
+    const double max_rel = s.max_rel.value;
+    for (int k = 0; k < kLanes; ++k) {
+      const double error = x.c[k] - x.r[k], amount = std::fabs(x.r[k]);
+      size[k] = std::fabs(error);
+      lanes[kAbs][k] += size[k];
+      lanes[kError][k] += error * error;
+      lanes[kPower][k] += x.r[k] * x.r[k];
+      lanes[kCandidate][k] += x.c[k] * x.c[k];
+      lanes[kDot][k] += x.c[k] * x.r[k];
+      amax[k] = amount > amax[k] ? amount : amax[k];
+      // size / amount > max_rel, after rounding, implies size >= max_rel * amount, after rounding
+      candidates |= (size[k] >= bar) |
+                    ((size[k] > 0) & (amount > 0) & (size[k] >= max_rel * amount));
     }
-    ++s.finite;
-    const double cv = to_double(c[i]), rv = to_double(r[i]);
-    const double error = cv - rv, size = std::fabs(error), amount = std::fabs(rv);
-    const int k = i % kLanes;
-    lanes[kAbs][k] += size;
-    lanes[kError][k] += error * error;
-    lanes[kPower][k] += rv * rv;
-    lanes[kCandidate][k] += cv * cv;
-    lanes[kDot][k] += cv * rv;
-    if (amount > s.amax) s.amax = amount;
-    // size / amount > max_rel, after rounding, implies size >= max_rel * amount, after rounding
-    if (size >= bar || (size > 0 && amount > 0 && size >= s.max_rel.value * amount)) {
-      examine(s, cv, rv, block.place + i, block.column + i);
+    if (__builtin_expect(candidates, 0)) {
+      for (int k = 0; k < count; ++k)
+        examine(s, x.c[k], x.r[k], block.place + i + k, block.column + i + k);
       bar = s.bar(block.column);
     }
-    if (size > 0) ++s.histogram[exponent_bin(size)];
-    count_ulps(s, c[i], q, rv);
+    for (int k = 0; k < count; ++k) ++s.histogram[exponent_bin(size[k])];
+    count_ulps(s, x);
   }
   for (int k = 0; k < kSums; ++k) sums[k] = folded(lanes[k]);
+  for (int k = 0; k < kLanes; ++k) s.amax = amax[k] > s.amax ? amax[k] : s.amax;
 }
+
+template <class C, class R>
+void block_portable(State& s, const C* c, const R* r, Block block, double (&sums)[kSums]) {
+  block_of_chunks(s, c, r, block, sums);
+}
+
+#if defined(__x86_64__)
+// The same source for processors that have AVX2.
+template <class C, class R>
+__attribute__((target("avx2"))) void block_avx2(State& s, const C* c, const R* r, Block block,
+                                                double (&sums)[kSums]) {
+  block_of_chunks(s, c, r, block, sums);
+}
+#endif
 
 #endif

@@ -150,27 +150,37 @@ void write(const State& s, FusedStats* out) {
     out->column[k] = s.columns.place[k], out->column_max[k] = s.columns.value[k];
   }
   out->bins = 0;
-  for (int k = 0; k < kBins; ++k) {
+  for (int k = 1; k < kBins; ++k) {
     if (s.histogram[k] == 0) continue;
     out->exponent[out->bins] = k - kBinOfZero;
     out->count[out->bins++] = static_cast<int64_t>(s.histogram[k]);
   }
 }
 
-template <class C, class R>
-BlockFunction<C, R> chosen([[maybe_unused]] bool simd) {
+// What the instructions of the processor allow: 2 AVX-512, 1 AVX2, 0 anything.
+int best_level() {
 #if defined(__x86_64__)
-  if (simd) return avx512::block<C, R>;
+  if (avx512::supported()) return 2;
+  if (__builtin_cpu_supports("avx2")) return 1;
+#endif
+  return 0;
+}
+
+template <class C, class R>
+BlockFunction<C, R> chosen([[maybe_unused]] int level) {
+#if defined(__x86_64__)
+  if (level >= 2) return avx512::block<C, R>;
+  if (level == 1) return block_avx2<C, R>;
 #endif
   return block_portable<C, R>;
 }
 
 template <class C, class R>
-void compare(const void* candidate, const void* reference, Shape shape, int threads, bool simd,
+void compare(const void* candidate, const void* reference, Shape shape, int threads, int level,
              FusedStats* out) {
   const auto* c = static_cast<const C*>(candidate);
   const auto* r = static_cast<const R*>(reference);
-  const BlockFunction<C, R> block = chosen<C, R>(simd);
+  const BlockFunction<C, R> block = chosen<C, R>(level);
   const int64_t blocks = shape.blocks();
   const int64_t count = threads < 1 ? 1 : (threads < blocks ? threads : blocks);
   std::vector<Share> shares;
@@ -196,13 +206,13 @@ void compare(const void* candidate, const void* reference, Shape shape, int thre
 }
 
 template <class C>
-void with_reference(int dtype, const void* c, const void* r, Shape shape, int threads, bool simd,
+void with_reference(int dtype, const void* c, const void* r, Shape shape, int threads, int level,
                     FusedStats* out) {
   switch (dtype) {
-    case 0: return compare<C, Float64>(c, r, shape, threads, simd, out);
-    case 1: return compare<C, Float32>(c, r, shape, threads, simd, out);
-    case 2: return compare<C, BFloat16>(c, r, shape, threads, simd, out);
-    default: return compare<C, Float16>(c, r, shape, threads, simd, out);
+    case 0: return compare<C, Float64>(c, r, shape, threads, level, out);
+    case 1: return compare<C, Float32>(c, r, shape, threads, level, out);
+    case 2: return compare<C, BFloat16>(c, r, shape, threads, level, out);
+    default: return compare<C, Float16>(c, r, shape, threads, level, out);
   }
 }
 
@@ -210,22 +220,16 @@ void with_reference(int dtype, const void* c, const void* r, Shape shape, int th
 
 extern "C" {
 
-// Whether the processor has the instructions of the SIMD path.
-int reconcile_fused_simd() {
-#if defined(__x86_64__)
-  return avx512::supported();
-#else
-  return 0;
-#endif
-}
+int reconcile_fused_level() { return best_level(); }
 
 // Dtypes: 0 float64, 1 float32, 2 bfloat16, 3 float16. Both arrays are contiguous
-// [rows, columns] with at least one element. Returns 0, or 1 where memory ran out.
+// [rows, columns] with at least one element. `level` asks for at most these instructions: 2
+// AVX-512, 1 AVX2, 0 what every processor has. Returns 0, or 1 where memory ran out.
 int reconcile_fused_stats(int candidate_dtype, const void* candidate, int reference_dtype,
                           const void* reference, int64_t rows, int64_t columns, int threads,
-                          int simd, FusedStats* out) {
+                          int level, FusedStats* out) {
   const Shape shape{rows, columns};
-  const bool use = simd != 0 && reconcile_fused_simd() != 0;
+  const int use = level < best_level() ? level : best_level();
   try {
     switch (candidate_dtype) {
       case 0:

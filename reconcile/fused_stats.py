@@ -35,6 +35,8 @@ SUMS = ("abs", "error", "power", "candidate", "dot")
 """Sums over the finite pairs: |c - r|, (c - r)^2, r^2, c^2 and c r."""
 THREADS_FROM_BYTES = 4 << 20
 """Smaller pairs are read by one thread: starting another takes as long."""
+LEVELS = ("portable", "avx2", "avx512")
+"""Instructions for which there is code, worst first."""
 
 _WORST = 5
 _BINS = 2100
@@ -93,17 +95,17 @@ _Buffer = ctypes.c_char * (_HEAD.size + 2 * _ARRAY)
 def implementation() -> str:
     """Which code computes the statistics of CPU tensors here.
 
-    ``native avx512``, ``native portable``, or ``torch`` with the reason: no compiler, a source
+    ``native`` and one of `LEVELS`, or ``torch`` with the reason: no compiler, a source
     that does not compile, a cache that cannot be written.
     """
     library, reason = _load()
     if library is None:
         return f"torch ({reason})"
-    return "native avx512" if library.reconcile_fused_simd() else "native portable"
+    return f"native {LEVELS[library.reconcile_fused_level()]}"
 
 
 def measure(
-    candidate: Tensor, reference: Tensor, *, threads: int | None = None, simd: bool = True
+    candidate: Tensor, reference: Tensor, *, threads: int | None = None, level: str = LEVELS[-1]
 ) -> Totals | None:
     """Totals of ``candidate`` against ``reference``; None where the native pass cannot have them.
 
@@ -115,7 +117,7 @@ def measure(
         candidate: any shape with at least one element; a row is its last dimension.
         reference: the same shape.
         threads: torch's number by default, or 1 for pairs below `THREADS_FROM_BYTES`.
-        simd: False takes the portable code even where the processor has AVX-512.
+        level: the best instructions to use, where the processor has them; one of `LEVELS`.
 
     Raises:
         MemoryError: no memory for the totals of each thread.
@@ -139,7 +141,7 @@ def measure(
         c.numel() // columns,
         columns,
         threads,
-        simd,
+        LEVELS.index(level),
         found,
     )
     if failed:
@@ -170,7 +172,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     call = library.reconcile_fused_stats
     call.argtypes = [number, pointer, number, pointer, size, size, number, number, pointer]
-    call.restype = library.reconcile_fused_simd.restype = number
+    call.restype = library.reconcile_fused_level.restype = number
     library.reconcile_exact_sum.argtypes = [pointer, size]
     library.reconcile_exact_sum.restype = ctypes.c_double
     return library, ""

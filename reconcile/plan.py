@@ -59,6 +59,12 @@ class Plan:
         structure = self.checkpoint.structure
         return (*structure.layers, *(m for m in (structure.norm, structure.head) if m))
 
+    @property
+    def size(self) -> int:
+        """Number of quantised weights."""
+        shapes = (weight.shape for weight in self.checkpoint.weights.values())
+        return sum(n * k for n, k in shapes)
+
     def spec(self, module: str) -> LinearSpec:
         """What the kernel is asked to implement at ``module``."""
         weight = self.checkpoint.weights[module]

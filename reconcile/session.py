@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from reconcile import registry
 from reconcile.capture_candidate import capture_candidate
@@ -23,10 +20,8 @@ from reconcile.model import Checkpoint
 from reconcile.plan import Plan, Progress, make_plan
 from reconcile.report import Coverage, Level, Provenance, Reason, Report, Row, Verdict
 from reconcile.sides import pair
+from reconcile.threads import few_threads
 from reconcile.trace import Trace
-
-SMALL_MODEL = 100_000_000
-"""Number of quantised weights below which one thread is used."""
 
 Finding = tuple[tuple[Row, ...], Coverage, tuple[Provenance, ...]]
 """Rows, coverage and provenance of one candidate."""
@@ -72,7 +67,7 @@ class Session:
         case = override(self.case, kernel=kernel, engine=engine, levels=levels)
         findings = []
         for plan in self.plans(case, only):
-            with few_threads(plan.checkpoint):
+            with few_threads(plan.size):
                 reference = self._reference(plan, command, progress)
                 finding = _judge_candidate(plan, reference, command, progress, fail_fast)
             findings.append(finding)
@@ -139,18 +134,6 @@ def _levels(wanted: Iterable[str]) -> tuple[Any, ...]:
     if not chosen:
         raise ConfigError("no level is given: nothing would be compared")
     return tuple(level for level in known if level in chosen)
-
-
-@contextmanager
-def few_threads(checkpoint: Checkpoint) -> Iterator[None]:
-    """One thread while the model is small: a barrier then costs more than it saves."""
-    size = sum(weight.shape[0] * weight.shape[1] for weight in checkpoint.weights.values())
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if size < SMALL_MODEL else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def compare_traces(

@@ -10,7 +10,7 @@ import torch
 
 from reconcile import fused_stats, metrics, native
 from reconcile.exceptions import BuildError
-from reconcile.fused_stats import Totals, exact_sum, implementation, measure
+from reconcile.fused_stats import LEVELS, Totals, exact_sum, implementation, measure
 from reconcile.metrics import error_stats
 from reconcile.rounding import round_to
 
@@ -37,11 +37,8 @@ def different(a, b):
 def ways(candidate, reference):
     """Every way that must give the same totals."""
     return {
-        f"{'simd' if simd else 'portable'}, {threads} threads": measure(
-            candidate, reference, threads=threads, simd=simd
-        )
-        for simd in (True, False)
-        for threads in (1, 2, 3)
+        f"{level}, {threads} threads": measure(candidate, reference, threads=threads, level=level)
+        for level, threads in (*zip(LEVELS, (1, 2, 3), strict=True), ("avx512", 1), ("avx512", 2))
     }
 
 
@@ -390,7 +387,7 @@ def test_other_dtypes_and_devices_take_the_torch_code():
 
 @needs_native
 def test_the_implementation_is_named():
-    assert implementation() in ("native avx512", "native portable")
+    assert implementation() in [f"native {level}" for level in LEVELS]
 
 
 @pytest.fixture
