@@ -48,7 +48,9 @@ def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
         return ops[name]
 
     model = plan.checkpoint.build(plan.reference_dtype, make)
-    baseline = plan.checkpoint.build(plan.dtype, lambda _, w: BaselineLinear(w, plan.dtype))
+    baseline = plan.checkpoint.build(
+        plan.dtype, lambda _, w: BaselineLinear(w, plan.dtype, plan.arithmetic)
+    )
     trace = Trace(provenance=provenance(plan, "reference", command))
     with torch.no_grad():
         for ids in plan.prompts:

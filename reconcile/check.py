@@ -22,7 +22,7 @@ from reconcile.exceptions import ConfigError, KernelError, nearest
 from reconcile.judge import Finding, judge_bound
 from reconcile.kernel import Engine, FunctionKernel, Kernel, LinearSpec, choose_engine
 from reconcile.limits import error_bound
-from reconcile.linears import SMALLEST_NORMAL, DenseWeight, ReferenceLinear
+from reconcile.linears import SMALLEST_NORMAL, DenseWeight, ReferenceLinear, operand
 from reconcile.probes import (
     AnyWeight,
     Probe,
@@ -215,8 +215,6 @@ def _subject(
     promised = contract or subject.contract
     if promised is None:
         promised = Contract(output=str(dtype).removeprefix("torch."))
-    if promised.activation != "none":
-        raise ConfigError(f"activation {promised.activation!r} is not implemented")
     chosen, note = choose_engine(subject, engine)
     return _Subject(subject, chosen, note, judged, promised, dtype, repeats, [])
 
@@ -304,8 +302,9 @@ def _judge_impulse(
     assert probe.columns is not None
     weight = reference.effective(candidate.shape[0])
     spoilt = ~torch.isfinite(weight).all(1)
-    y = probe.amplitude * weight[:, probe.columns].T
-    y[:, spoilt] = probe.x.double() @ weight[spoilt].T  # 0 * NaN and 0 * inf are NaN
+    x = operand(probe.x, contract).double()
+    y = x.amax(1, keepdim=True) * weight[:, probe.columns].T
+    y[:, spoilt] = x @ weight[spoilt].T  # 0 * NaN and 0 * inf are NaN
     bias = probe.weight.bias
     size = y.abs()
     if bias is not None:

@@ -33,9 +33,8 @@ class Contract:
     choice. Dtypes are torch names.
     """
 
-    activation: Literal["none"] = "none"
-    """Quantiser applied to x before the product. Only ``none`` (x is used as it comes) is
-    implemented."""
+    activation: Literal["none", "per_token_int8", "per_token_fp8", "mxfp8"] = "none"
+    """Quantiser applied to x before the product; its arithmetic is in `reconcile.activation`."""
     weight_rounding: str | None = None
     """Dtype to which code * scale is rounded before the product; None: not rounded."""
     scale_applied: Literal["before", "after_block", "after_sum"] = "before"

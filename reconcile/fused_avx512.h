@@ -415,7 +415,8 @@ RECONCILE_AVX512_INLINE bool may_be_maximum(Running& t, __m512 size, __m512 r, L
 
 inline float rounded_down(double x) {
   const auto near = static_cast<float>(x);
-  return static_cast<double>(near) > x ? std::nextafterf(near, 0.0f) : near;
+  const uint32_t below = bit_cast<uint32_t>(near) - 1;  // x is not negative
+  return static_cast<double>(near) > x ? bit_cast<float>(below) : near;
 }
 
 // Takes the thresholds from the totals.
@@ -472,9 +473,12 @@ RECONCILE_AVX512_INLINE void step(State& s, Running& t, Window& window, const C*
     }
     found = may_be_maximum(t, size, rd, lanes);
   } else {
-    const __m512 single_r = _mm512_maskz_mov_ps(finite, rv.floats());
-    const __m512 single =
-        _mm512_abs_ps(_mm512_maskz_sub_ps(finite, cv.floats(), rv.floats()));
+    __m512 single_c = cv.floats(), single_r = rv.floats();
+    if (__builtin_expect(finite != 0xffff, 0)) {
+      single_c = _mm512_maskz_mov_ps(finite, single_c);
+      single_r = _mm512_maskz_mov_ps(finite, single_r);
+    }
+    const __m512 single = _mm512_abs_ps(_mm512_sub_ps(single_c, single_r));
     if constexpr (!std::is_same_v<C, R>) {
       lanes.differ = _mm512_cmp_ps_mask(single, _mm512_setzero_ps(), _CMP_NEQ_OQ);
       t.not_equal += __builtin_popcount(lanes.differ);

@@ -223,7 +223,7 @@ struct State {
   double bar(int64_t column) const {
     const int last = columns.size - 1;
     const double least = columns.value[last];
-    const double next = std::nextafter(least, std::numeric_limits<double>::infinity());
+    const double next = std::isinf(least) ? least : bit_cast<double>(bit_cast<uint64_t>(least) + 1);
     const double found = column <= columns.place[last] ? least : next;
     return found > 0 ? found : std::numeric_limits<double>::denorm_min();
   }
@@ -282,8 +282,9 @@ inline void examine(State& s, double c, double r, int64_t place, int64_t column)
   const double size = std::fabs(c - r);
   if (size > s.max_abs.value) s.max_abs.set(size, place, c, r);
   if (size > 0) s.columns.add(column, size);
-  if (r != 0) {
-    const double relative = size / std::fabs(r);
+  const double amount = std::fabs(r);
+  if (amount > 0 && size >= s.max_rel.value * amount) {  // implied by what follows
+    const double relative = size / amount;
     if (relative > s.max_rel.value) s.max_rel.set(relative, place, c, r);
   }
 }
@@ -333,37 +334,51 @@ inline double folded(double (&lanes)[kLanes]) {
 // not finite, or lies beyond the row. Fixed loops without branches, which compilers vectorise.
 template <class C>
 struct Chunk {
-  double c[kLanes] = {}, r[kLanes] = {};
-  Order<C> ahead[kLanes] = {}, behind[kLanes] = {};
-  bool changed = false;  // any bits that differ
+  double c[kLanes], r[kLanes];
+  Order<C> ahead[kLanes], behind[kLanes];
+  bool changed;  // any bits that differ
 
   template <class R>
   RECONCILE_INLINE void load(State& s, const C* candidate, const R* reference, int count,
                              int64_t place) {
-    const int nonfinite = count == kLanes ? fill(candidate, reference, kLanes)
-                                          : fill(candidate, reference, count);
-    s.finite += count - nonfinite;
-    if (__builtin_expect(nonfinite == 0, 1)) return;
-    for (int k = 0; k < count; ++k)
-      if (!is_finite(candidate[k]) || !is_finite(round_to<C>(reference[k])))
-        count_nonfinite(s, candidate[k], reference[k], place + k);
-  }
-
-  template <class R>
-  RECONCILE_INLINE int fill(const C* candidate, const R* reference, int count) {
-    int nonfinite = 0, changes = 0;
+    if (__builtin_expect(count == kLanes && load_finite(candidate, reference), 1)) {
+      s.finite += kLanes;
+      return;
+    }
+    *this = {};
     for (int k = 0; k < count; ++k) {
       const C q = round_to<C>(reference[k]);
-      const bool finite = is_finite(candidate[k]) & is_finite(q);
-      nonfinite += !finite;
-      changes |= finite & (candidate[k].bits != q.bits);
-      c[k] = finite ? to_double(candidate[k]) : 0.0;
-      r[k] = finite ? to_double(reference[k]) : 0.0;
-      ahead[k] = finite ? code_order(candidate[k]) : 0;
-      behind[k] = finite ? code_order(q) : 0;
+      if (!is_finite(candidate[k]) || !is_finite(q)) {
+        count_nonfinite(s, candidate[k], reference[k], place + k);
+        continue;
+      }
+      ++s.finite;
+      changed = changed || candidate[k].bits != q.bits;
+      c[k] = to_double(candidate[k]), r[k] = to_double(reference[k]);
+      ahead[k] = code_order(candidate[k]), behind[k] = code_order(q);
     }
+  }
+
+  // False, and nothing loaded, where not all are finite.
+  template <class R>
+  RECONCILE_INLINE bool load_finite(const C* candidate, const R* reference) {
+    using Bits = typename C::Bits;
+    C q[kLanes];
+    Bits most = 0, changes = 0;
+    for (int k = 0; k < kLanes; ++k) q[k] = round_to<C>(reference[k]);
+    for (int k = 0; k < kLanes; ++k) {
+      const Bits a = candidate[k].bits & kMagnitude<C>, b = q[k].bits & kMagnitude<C>;
+      most = a > most ? a : most;
+      most = b > most ? b : most;
+      changes |= candidate[k].bits ^ q[k].bits;
+    }
+    if (most >= C::kInf) return false;
+    for (int k = 0; k < kLanes; ++k) c[k] = to_double(candidate[k]);
+    for (int k = 0; k < kLanes; ++k) r[k] = to_double(reference[k]);
+    for (int k = 0; k < kLanes; ++k) ahead[k] = code_order(candidate[k]);
+    for (int k = 0; k < kLanes; ++k) behind[k] = code_order(q[k]);
     changed = changes != 0;
-    return nonfinite;
+    return true;
   }
 };
 

@@ -1,4 +1,4 @@
-"""One native pass over a (candidate, reference) pair, and the sums that it has in common with torch.
+"""One native pass over a (candidate, reference) pair, and the order of its sums.
 
 `measure` gives the `Totals` from which `reconcile.metrics.error_stats` makes its `ErrorStats`;
 `reconcile.metrics` has the same in torch operators, for tensors that are not in this machine's

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from reconcile.activation import QUANTISERS
 from reconcile.contract import DTYPES, Contract
 from reconcile.rounding import round_to
 from reconcile.weight import QuantizedWeight
@@ -62,6 +63,15 @@ def reference_weight(weight: Weight, contract: Contract, dtype: torch.dtype) -> 
     return decoded.to(dtype)
 
 
+def operand(x: Tensor, contract: Contract) -> Tensor:
+    """X after the declared quantiser, and with subnormals as zeros where that is declared (DAZ)."""
+    if contract.activation != "none":
+        x = QUANTISERS[contract.activation](x)
+    if contract.flush_subnormals:
+        x = torch.where(x.abs() < SMALLEST_NORMAL, 0.0, x)
+    return x
+
+
 class ReferenceLinear(nn.Module):
     """y = x W^T (+ b) in the reference's dtype under the contract that holds for M rows.
 
@@ -92,18 +102,18 @@ class ReferenceLinear(nn.Module):
         return functional.linear(self._operand(x).abs(), self.effective(_rows(x)).abs(), bias)
 
     def _operand(self, x: Tensor) -> Tensor:
-        """X in the reference's dtype; subnormals are zero where the contract says so (DAZ)."""
-        wide = x.to(self.dtype)
-        if self._contract.at(_rows(x)).flush_subnormals:
-            return torch.where(wide.abs() < SMALLEST_NORMAL, 0.0, wide)
-        return wide
+        """X as the contract's products see it, in the reference's dtype."""
+        return operand(x, self._contract.at(_rows(x))).to(self.dtype)
 
 
 class BaselineLinear(nn.Module):
-    """Plain torch at the candidate's dtype on the same decoded weights."""
+    """Plain torch at the candidate's dtype on the same decoded weights and quantised inputs."""
 
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: QuantizedWeight, dtype: torch.dtype, contract: Contract | None = None
+    ) -> None:
         super().__init__()
+        self._contract = contract or Contract()
         self.weight: Tensor
         self.bias: Tensor | None
         decoded = round_to(weight.dequantize(torch.float64), dtype)
@@ -113,6 +123,7 @@ class BaselineLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]."""
+        x = round_to(operand(x, self._contract.at(_rows(x))), self.weight.dtype)
         return functional.linear(x, self.weight, self.bias)
 
 

@@ -101,6 +101,43 @@ def test_a_clean_kernel_passes_on_forty_seeds(form, kernel, contract):
         assert report.exit_code == 0, report.explain()
 
 
+def int8_activations(x, weight, bias=None):
+    """W8A8: integer sums are exact; the two scales enter afterwards."""
+    wide = x.reshape(-1, x.shape[-1]).float()
+    amax = wide.abs().amax(-1, keepdim=True).clamp_min(1e-7)
+    codes = torch.round(wide * (torch.full_like(amax, 127) / amax)).clamp(-128, 127)
+    sums = codes.double() @ weight.format.decode(weight.unpacked()).T
+    return (sums.float() * (amax / torch.full_like(amax, 127)) * weight.scales).to(x.dtype)
+
+
+def fp8_activations(x, weight, bias=None):
+    wide = x.float()
+    amax = wide.abs().amax(-1, keepdim=True)
+    scale = (amax / torch.full_like(amax, 448)).clamp_min(1 / (448 * 512))
+    codes = (wide / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    return ((codes @ decoded(weight).T) * scale).to(x.dtype)
+
+
+QUANTISED = [
+    ("int8", int8_activations, "ternary_k_interleaved", "per_token_int8"),
+    ("fp8", fp8_activations, "fp8_e4m3_block", "per_token_fp8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "form", "activation"), [q[1:] for q in QUANTISED], ids=[q[0] for q in QUANTISED]
+)
+def test_declared_activation_quantisation(kernel, form, activation):
+    contract = Contract(activation=activation, scale_applied="after_sum")
+    for seed in range(SEEDS):
+        weight = weight_of(form, seed=seed)
+        report = reconcile.check_linear(kernel, weight, contract=contract, seed=seed)
+        assert report.exit_code == 0, report.explain()
+    undeclared = Contract(scale_applied="after_sum")
+    assert reconcile.check_linear(kernel, weight, contract=undeclared).exit_code == 1
+    assert reconcile.check_linear(plain, weight, contract=contract).exit_code == 1
+
+
 WRONG = [
     ("rounded weight", rounded_weight, PLAIN),
     ("split-K", split_k_bf16_partials, PLAIN),

@@ -1,0 +1,70 @@
+"""Activation quantisers that a contract can declare, with the arithmetic that defines them.
+
+A quantiser is discontinuous: an input moved by one ulp can get another code. The reference
+therefore applies the declared arithmetic, operation by operation, in float32, and what it gives
+is exact from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Quantiser = Callable[[Tensor], Tensor]
+"""x [..., K] of any floating dtype to the values that its codes stand for, float64 [..., K]."""
+
+
+def per_token_int8(x: Tensor) -> Tensor:
+    """Symmetric int8 per row: a = max(max|x|, 1e-7), q = rne(x * (127 / a)), value q * (a / 127).
+
+    Source: vLLM csrc/cpu/sgl-kernels gemm_int8.cpp (the vector path).
+    """
+    wide = x.to(torch.float32)
+    amax = wide.abs().amax(-1, keepdim=True).clamp_min(1e-7)
+    largest = torch.full_like(amax, 127.0)  # a Python scalar over a tensor would be a reciprocal
+    codes = torch.round(wide * (largest / amax)).clamp(-128, 127)
+    return _spoilt_as(x, codes.to(torch.float64) * (amax / largest).to(torch.float64))
+
+
+def per_token_fp8(x: Tensor) -> Tensor:
+    """E4M3 per row: s = max(max|x| / 448, 1 / (448 * 512)), q = rne(x / s) saturating at 448.
+
+    Source: vLLM csrc/cpu/fp8_quant.cpp (dynamic, per token).
+    """
+    wide = x.to(torch.float32)
+    amax = wide.abs().amax(-1, keepdim=True)
+    scale = (amax / torch.full_like(amax, 448.0)).clamp_min(1.0 / (448.0 * 512.0))
+    codes = (wide / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return _spoilt_as(x, codes.to(torch.float64) * scale.to(torch.float64))
+
+
+def mxfp8(x: Tensor) -> Tensor:
+    """E4M3 with one power of two per 32 values of K: floor(log2 max|x|) - 8, at least -127.
+
+    Elements are rounded to nearest even and saturate at 448. Source: OCP Microscaling Formats
+    (MX) v1.0, section 6.3. A last group of fewer than 32 values is a group of its own.
+    """
+    wide = x.to(torch.float64)
+    k = wide.shape[-1]
+    padded = torch.nn.functional.pad(wide, (0, -k % 32)).reshape(*wide.shape[:-1], -(-k // 32), 32)
+    amax = padded.abs().amax(-1, keepdim=True)
+    exponent = (torch.frexp(amax).exponent - 1 - 8).clamp(-127, 127)
+    scale = torch.ldexp(torch.ones_like(amax), exponent)
+    codes = (padded / scale).clamp(-448.0, 448.0).to(torch.float32).to(torch.float8_e4m3fn)
+    return _spoilt_as(x, (codes.to(torch.float64) * scale).flatten(-2)[..., :k])
+
+
+def _spoilt_as(x: Tensor, values: Tensor) -> Tensor:
+    """NaN where the input row is not finite: no code stands for that."""
+    finite = x.isfinite().all(-1, keepdim=True)
+    return torch.where(finite, values, torch.nan)
+
+
+QUANTISERS: dict[str, Quantiser] = {
+    "per_token_int8": per_token_int8,
+    "per_token_fp8": per_token_fp8,
+    "mxfp8": mxfp8,
+}
+"""What ``Contract.activation`` may name besides ``none``."""
