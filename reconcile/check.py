@@ -7,7 +7,6 @@ Needs torch alone, no transformers; made for other people's test suites:
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,10 +18,10 @@ from torch import Tensor
 
 from reconcile.contract import DTYPES, Contract
 from reconcile.exceptions import ConfigError, KernelError, nearest
-from reconcile.judge import Finding, judge_bound
+from reconcile.judge import Finding
 from reconcile.kernel import Engine, FunctionKernel, Kernel, LinearSpec, choose_engine
-from reconcile.limits import error_bound
-from reconcile.linears import SMALLEST_NORMAL, DenseWeight, ReferenceLinear, operand
+from reconcile.linears import DenseWeight, ReferenceLinear
+from reconcile.probe_judge import judge_probe
 from reconcile.probes import (
     AnyWeight,
     Probe,
@@ -34,10 +33,9 @@ from reconcile.probes import (
     random_rows,
     specials,
 )
-from reconcile.readout import name_boundaries, name_codes, name_places
 from reconcile.replay import Call, Prepared, repeated
-from reconcile.report import Coverage, Level, Limits, Reason, Report, Row, Verdict
-from reconcile.rounding import bitwise_equal, round_to
+from reconcile.report import Coverage, Level, Reason, Report, Row, Verdict
+from reconcile.rounding import bitwise_equal
 from reconcile.suspect import suspicions
 from reconcile.threads import few_threads
 from reconcile.weight import QuantizedWeight
@@ -274,118 +272,11 @@ def _run(subject: _Subject, probe: Probe) -> Row | None:
         finding = Finding({}, reason=call.reason or Reason.RAISED, text=call.text)
         return subject.row(probe.name, (m, n, k), finding)
     candidate = call.output.reshape(m, n)
-    finding = _judge(reference, probe, candidate, contract)
+    finding = judge_probe(reference, probe, candidate, contract)
     if call.reason is not None:
         finding = replace(finding, reason=call.reason, text=call.text)
     stats = finding.stats | {"sees": probe.sees}
     return subject.row(probe.name, (m, n, k), replace(finding, stats=stats))
-
-
-def _judge(
-    reference: ReferenceLinear, probe: Probe, candidate: Tensor, contract: Contract
-) -> Finding:
-    x = probe.x.reshape(-1, probe.x.shape[-1])
-    if probe.columns is not None:
-        return _judge_impulse(reference, probe, candidate, contract)
-    if probe.expect == "special":
-        return _judge_special(reference, probe, candidate, contract)
-    y, magnitude = reference(x), reference.magnitude(x)
-    if probe.expect == "exact":
-        return _judge_exact(candidate, y, magnitude, x.shape[-1], contract)
-    return judge_bound(candidate, y, magnitude, x.shape[-1], contract, "float64")
-
-
-def _judge_impulse(
-    reference: ReferenceLinear, probe: Probe, candidate: Tensor, contract: Contract
-) -> Finding:
-    """The output is the effective weight; one product reaches each element."""
-    assert probe.columns is not None
-    weight = reference.effective(candidate.shape[0])
-    spoilt = ~torch.isfinite(weight).all(1)
-    x = operand(probe.x, contract).double()
-    y = x.amax(1, keepdim=True) * weight[:, probe.columns].T
-    y[:, spoilt] = x @ weight[spoilt].T  # 0 * NaN and 0 * inf are NaN
-    bias = probe.weight.bias
-    size = y.abs()
-    if bias is not None:
-        y, size = y + bias.double(), size + bias.double().abs()
-    finding = judge_bound(
-        candidate, y, size, probe.products, contract, "float64", nan_is_right=True
-    )
-    if finding.reason is None or finding.reason.verdict is not Verdict.FAIL:
-        return finding
-    wrong = _outside(candidate, y, size, probe.products, contract)
-    got = candidate.double() / probe.amplitude
-    texts = [name_places(probe.columns, wrong)]
-    if isinstance(probe.weight, QuantizedWeight):
-        texts = [
-            name_codes(probe.weight, probe.columns, got, wrong),
-            name_boundaries(probe.weight, probe.columns, got),
-            *texts,
-        ]
-    named = "; ".join(text for text in texts if text)
-    return replace(finding, text=f"{named}; {finding.text}") if named else finding
-
-
-def _outside(
-    candidate: Tensor, y: Tensor, size: Tensor, products: int, contract: Contract
-) -> Tensor:
-    """Elements that the bound refuses."""
-    bound = error_bound(contract, y, size, products, "float64")
-    low, high = (round_to(y + sign * bound, candidate.dtype) for sign in (-1, 1))
-    inside = (candidate >= low) & (candidate <= high)
-    return ~(inside | (candidate.isnan() & y.isnan()))
-
-
-def _judge_exact(
-    candidate: Tensor, y: Tensor, magnitude: Tensor, k: int, contract: Contract
-) -> Finding:
-    """Every order of summation is exact here, and so is the output."""
-    finding = judge_bound(candidate, y, magnitude, k, contract, "float64")
-    wrong = candidate.double() != y
-    limits = Limits(
-        kind="exact",
-        source="sums of few small integers times powers of two are exact in any order",
-        bounds={"differing": 0.0},
-    )
-    exact = replace(finding, limits=limits, utilisation=math.inf if bool(wrong.any()) else 0.0)
-    if not bool(wrong.any()):
-        return replace(exact, reason=None, text="")
-    row, column = (int(i) for i in wrong.nonzero()[0])
-    text = (
-        f"{int(wrong.sum())} of {wrong.numel()} exact results are wrong, first at "
-        f"[{row}, {column}]: {float(candidate[row, column]):g} instead of {float(y[row, column]):g}"
-    )
-    return replace(exact, reason=finding.reason or Reason.OVER_LIMIT, text=text)
-
-
-def _judge_special(
-    reference: ReferenceLinear, probe: Probe, candidate: Tensor, contract: Contract
-) -> Finding:
-    """Finite rows by the bound; NaN and infinity must reach the outputs that they touch."""
-    x = probe.x
-    k = x.shape[-1]
-    finite = x.isfinite().all(1)
-    y, magnitude = reference(x[finite]), reference.magnitude(x[finite])
-    finding = judge_bound(candidate[finite], y, magnitude, k, contract, "float64")
-    if finding.reason is Reason.VACUOUS:
-        finding = replace(finding, reason=None, text="")
-    tiny = x.abs().amax(1) < SMALLEST_NORMAL
-    if finding.reason is Reason.OVER_LIMIT and bool((candidate[tiny] == 0).all()):
-        text = "subnormal inputs count as zero; declare flush_subnormals if that is meant"
-        finding = replace(finding, text=f"{text}; {finding.text}")
-    weight = reference.effective(x.shape[0])
-    for row in (~finite).nonzero().flatten().tolist():
-        (place,) = (~x[row].isfinite()).nonzero().flatten().tolist()
-        touched = weight[:, place] != 0
-        lost = touched & candidate[row].isfinite()
-        if bool(lost.any()):
-            text = (
-                f"{float(x[row, place])} at k = {place} of row {row} is lost in "
-                f"{int(lost.sum())} outputs, first at n = {int(lost.nonzero()[0])}"
-            )
-            return replace(finding, reason=Reason.NONFINITE, text=text)
-    return finding
 
 
 def _batch(subject: _Subject, seed: int) -> Row:

@@ -384,8 +384,8 @@ RECONCILE_AVX512_INLINE void sum_up(Running& t, const Doubles& c, const Doubles&
   t.dot.hi = plus_product < narrow_c && narrow_r > (t.dot.hi, c.hi, r.hi);
 }
 
-// Whether a lane may hold a new maximum (see `block_of_chunks`), from float64 on either side.
-RECONCILE_AVX512_INLINE bool may_be_maximum(Running& t, const Doubles& size, const Doubles& r,
+// Lanes that may hold a new maximum (see `block_of_chunks`), from float64 on either side.
+RECONCILE_AVX512_INLINE __mmask16 may_be_maximum(Running& t, const Doubles& size, const Doubles& r,
                                             Lanes lanes) {
   const Doubles amount = {_mm512_abs_pd(r.lo), _mm512_abs_pd(r.hi)};
   t.amax = _mm512_max_pd(t.amax, _mm512_max_pd(amount.lo, amount.hi));
@@ -394,23 +394,22 @@ RECONCILE_AVX512_INLINE bool may_be_maximum(Running& t, const Doubles& size, con
   const __m512d hi = _mm512_max_pd(_mm512_mul_pd(t.max_rel, amount.hi), least);
   const auto low = static_cast<__mmask8>(lanes.divides);
   const auto high = static_cast<__mmask8>(lanes.divides >> 8);
-  const __mmask8 found =
-      _mm512_cmp_pd_mask(_mm512_max_pd(size.lo, size.hi), t.bar, _CMP_GE_OQ) |
-      _mm512_mask_cmp_pd_mask(low, size.lo, lo, _CMP_GE_OQ) |
-      _mm512_mask_cmp_pd_mask(high, size.hi, hi, _CMP_GE_OQ);
-  return found != 0;
+  const __mmask8 found_lo = _mm512_cmp_pd_mask(size.lo, t.bar, _CMP_GE_OQ) |
+                            _mm512_mask_cmp_pd_mask(low, size.lo, lo, _CMP_GE_OQ);
+  const __mmask8 found_hi = _mm512_cmp_pd_mask(size.hi, t.bar, _CMP_GE_OQ) |
+                            _mm512_mask_cmp_pd_mask(high, size.hi, hi, _CMP_GE_OQ);
+  return _mm512_kunpackb(found_hi, found_lo);
 }
 
 // The same in float32. Rounding keeps the order, so what holds for the exact numbers holds for
 // the rounded ones, with the thresholds rounded down (`rounded_down`).
-RECONCILE_AVX512_INLINE bool may_be_maximum(Running& t, __m512 size, __m512 r, Lanes lanes) {
+RECONCILE_AVX512_INLINE __mmask16 may_be_maximum(Running& t, __m512 size, __m512 r, Lanes lanes) {
   const __m512 amount = _mm512_abs_ps(r);
   t.amax_single = _mm512_max_ps(t.amax_single, amount);
   const __mmask16 relative = lanes.differ & lanes.divides;
-  const __mmask16 found =
-      _mm512_cmp_ps_mask(size, t.bar_single, _CMP_GE_OQ) |
-      _mm512_mask_cmp_ps_mask(relative, size, _mm512_mul_ps(t.max_rel_single, amount), _CMP_GE_OQ);
-  return found != 0;
+  return _mm512_cmp_ps_mask(size, t.bar_single, _CMP_GE_OQ) |
+         _mm512_mask_cmp_ps_mask(relative, size, _mm512_mul_ps(t.max_rel_single, amount),
+                                 _CMP_GE_OQ);
 }
 
 inline float rounded_down(double x) {
@@ -429,9 +428,13 @@ RECONCILE_AVX512_INLINE void set_thresholds(Running& t, const State& s, int64_t 
   t.max_rel_single = _mm512_set1_ps(rounded_down(s.max_rel.value));
 }
 
-__attribute__((noinline)) inline void examine_all(State& s, const double* c, const double* r,
-                                                  int count, int64_t place, int64_t column) {
-  for (int i = 0; i < count; ++i) examine(s, c[i], r[i], place + i, column + i);
+__attribute__((noinline)) inline void examine_lanes(State& s, unsigned lanes, const double* c,
+                                                    const double* r, int64_t place,
+                                                    int64_t column) {
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const int k = __builtin_ctz(lanes);
+    examine(s, c[k], r[k], place + k, column + k);
+  }
 }
 
 template <class C, class R>
@@ -464,7 +467,7 @@ RECONCILE_AVX512_INLINE void step(State& s, Running& t, Window& window, const C*
   sum_up<C, R>(t, cd, rd, error, size);
   window.add(size.lo);
   window.add(size.hi);
-  bool found;
+  __mmask16 found;
   if constexpr (kIsWide<C> || kIsWide<R>) {
     if constexpr (!std::is_same_v<C, R>) {
       const __m512d zero = _mm512_setzero_pd();
@@ -485,11 +488,11 @@ RECONCILE_AVX512_INLINE void step(State& s, Running& t, Window& window, const C*
     }
     found = may_be_maximum(t, single, single_r, lanes);
   }
-  if (__builtin_expect(found, 0)) {
+  if (__builtin_expect(found != 0, 0)) {
     alignas(64) double c_values[kLanes], r_values[kLanes];
     _mm512_store_pd(c_values, cd.lo), _mm512_store_pd(c_values + 8, cd.hi);
     _mm512_store_pd(r_values, rd.lo), _mm512_store_pd(r_values + 8, rd.hi);
-    examine_all(s, c_values, r_values, kFull ? kLanes : count, place, column);
+    examine_lanes(s, found, c_values, r_values, place, column);
     set_thresholds(t, s, first_column);
   }
 }

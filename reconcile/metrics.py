@@ -207,8 +207,9 @@ class _Accumulator:
             values = r[finite]
             self.lowest = min(self.lowest, float(values.min()))
             self.highest = max(self.highest, float(values.max()))
-        exponents = torch.frexp(size[size > 0]).exponent
-        exponents[size[size > 0].isinf()] = 1025  # 2^1024 and more
+        sizes = size[size > 0]
+        exponents = torch.frexp(sizes).exponent
+        exponents[sizes.isinf()] = 1025  # 2^1024 and more
         bins, counts = np.unique(exponents.numpy(), return_counts=True)
         self.histogram.update(dict(zip(bins.tolist(), counts.tolist(), strict=True)))
 
