@@ -24,12 +24,14 @@ def bias_statistic(candidate: Tensor, reference: Tensor) -> float:
     """Student's t of sign(r) * clip(ulps of c from r rounded, -1, 1), clustered by column.
 
     Elements of a column share a weight row and are not independent; columns are the sample.
-    0 where no element differs (0/0 is 0).
+    0 where no element differs (0/0 is 0), and below `FEWEST` columns.
 
     Args:
         candidate: [M, N], finite where the reference is.
         reference: [M, N], float64.
     """
+    if candidate.shape[1] < FEWEST:
+        return 0.0
     rounded = round_to(reference, candidate.dtype)
     usable = candidate.isfinite() & rounded.isfinite()
     ulps = (code_order(candidate) - code_order(rounded)).clamp(-1, 1).to(torch.float64)

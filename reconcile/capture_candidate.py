@@ -4,7 +4,7 @@ Each prompt is one pass, in two kinds:
 
 ``isolated``
     the kernel alone on the reference's rounded inputs, the whole of them (``out``) and their
-    last row alone (``out.row``), called several times; then every layer, the final norm and the
+    middle row alone (``out.row``), called several times; then every layer, the final norm and the
     head on theirs.
 ``chained``
     the candidate runs freely. For each op the pass also holds the reference op on the
@@ -145,7 +145,7 @@ def _replay_ops(
     isolated: Pass,
     fed: Pass,
 ) -> None:
-    """Every op alone on the reference's rounded input, whole and on its last row."""
+    """Every op alone on the reference's rounded input, whole and on its middle row."""
     tensors: dict[str, Tensor] = dict(fed.tensors)
     events: dict[str, dict[str, Any]] = {}
 
@@ -157,7 +157,8 @@ def _replay_ops(
         if port not in isolated.tensors:
             continue
         x = isolated.tensors[port].to(plan.config.device)
-        row = x.reshape(-1, x.shape[-1])[-1:]
+        rows = x.reshape(-1, x.shape[-1])
+        row = rows[len(rows) // 2 :][:1]
         whole = repeated(prepared, x, REPEATS, deterministic(x))
         alone = repeated(prepared, row, 2, deterministic(row))
         for suffix, call in (("out", whole), ("out.row", alone)):
@@ -166,7 +167,7 @@ def _replay_ops(
                 tensors[tap] = call.output.cpu()
             events[tap] = {"reason": call.reason, "text": call.text}
         if whole.output is not None and alone.output is not None:
-            inside = whole.output.reshape(-1, whole.output.shape[-1])[-1:]
+            inside = whole.output.reshape(-1, whole.output.shape[-1])[len(rows) // 2 :][:1]
             same = bitwise_equal(inside, alone.output)
             events[str(Tap(name, "out.row"))]["batch_invariant"] = same
     fed.tensors = tensors
@@ -194,8 +195,12 @@ def _chain(
     key: str,
 ) -> Pass:
     """The candidate's free run, and for each op the reference and a replay on its own input."""
+    mutated: dict[str, str] = {}
     try:
         chained = record(plan, model, tokens, tapped_modules(plan, model))
+        for name, module in model.named_modules():
+            if isinstance(module, KernelLinear) and module.mutation:
+                mutated[str(Tap(name, "out"))] = module.mutation
     except KernelFailureError as failure:
         return Pass(key, "chained", meta={"failure": _failure(failure)})
     tensors = dict(chained.tensors)
@@ -213,6 +218,7 @@ def _chain(
         closure[out] = same
     chained.tensors = tensors
     chained.meta["closure"] = closure
+    chained.meta["mutated"] = mutated
     return chained
 
 

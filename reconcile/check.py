@@ -56,7 +56,7 @@ def check_linear(
     repeats: int = 3,
     seed: int = 0,
     engine: str = "auto",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> Report:
     """Check a kernel y = x W^T (+ b) against its contract.
 
@@ -84,18 +84,26 @@ def check_linear(
         KernelError: an unknown engine.
     """
     started = time.perf_counter()
+    sizes = _sizes(batch_sizes)
     subject = _subject(kernel, weight, x, bias, contract, engine, dtype, repeats)
     with few_threads(subject.weight.shape[0] * subject.weight.shape[1]), torch.no_grad():
-        rows, notices = _rows(subject, _chosen(probes), tuple(batch_sizes), x, seed)
+        rows, notices = _rows(subject, _chosen(probes), sizes, x, int(seed) % 2**31)
     return Report(
         case=f"check_linear {subject.kernel.name}",
         rows=tuple(rows),
-        coverage=Coverage(expected=1, compared=int(any(row.stats for row in rows))),
+        coverage=Coverage(expected=1, compared=int(any(row.limits for row in rows))),
         command="reconcile.check_linear",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(time.perf_counter() - started, 3),
         notices=tuple(notices),
     )
+
+
+def _sizes(batch_sizes: object) -> tuple[int, ...]:
+    sizes = tuple(batch_sizes) if isinstance(batch_sizes, Iterable) else (batch_sizes,)
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        raise ConfigError(f"batch_sizes: expected positive numbers of rows, got {batch_sizes!r}")
+    return sizes
 
 
 def _rows(
@@ -190,14 +198,22 @@ def _subject(
     bias: Tensor | None,
     contract: Contract | None,
     engine: str,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     repeats: int,
 ) -> _Subject:
     subject = kernel if isinstance(kernel, Kernel) else _function(kernel)
     if repeats < 1:
         raise ConfigError(f"repeats: expected at least 1, got {repeats}")
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype {dtype!r}: {nearest(dtype, DTYPES)}")
+        dtype = DTYPES[dtype]
+    if not isinstance(weight, QuantizedWeight | Tensor):
+        raise ConfigError(
+            f"weight: expected a QuantizedWeight or a tensor, got {type(weight).__name__}"
+        )
     if isinstance(weight, Tensor):
-        if weight.dim() != 2 or not weight.is_floating_point():
+        if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
             raise ConfigError(
                 f"expected a float weight [N, K], got {weight.dtype} {list(weight.shape)}"
             )
@@ -207,18 +223,37 @@ def _subject(
         dtype = dtype or (x.dtype if x is not None else torch.bfloat16)
         judged = weight if bias is None else replace(weight, bias=bias)
     if dtype not in DTYPES.values():
-        raise ConfigError(f"activations of {dtype}: {nearest(str(dtype), DTYPES)}")
-    if x is not None and x.shape[-1] != judged.shape[1]:
-        raise ConfigError(f"x {list(x.shape)} does not fit a weight {list(judged.shape)}")
-    promised = contract or subject.contract
+        raise ConfigError(f"activations of {dtype}: expected one of {', '.join(DTYPES)}")
+    if x is not None:
+        _check_x(x, judged, dtype)
+    if judged.bias is not None and (
+        tuple(judged.bias.shape) != judged.shape[:1] or not judged.bias.is_floating_point()
+    ):
+        raise ConfigError(
+            f"bias: expected a float [{judged.shape[0]}], got {judged.bias.dtype} "
+            f"{list(judged.bias.shape)}"
+        )
+    promised: object = contract or subject.contract
     if promised is None:
         promised = Contract(output=str(dtype).removeprefix("torch."))
+    if not isinstance(promised, Contract):
+        raise ConfigError(f"contract: expected a reconcile.Contract, got {promised!r:.80}")
     chosen, note = choose_engine(subject, engine)
     return _Subject(subject, chosen, note, judged, promised, dtype, repeats, [])
 
 
+def _check_x(x: object, weight: AnyWeight, dtype: torch.dtype) -> None:
+    if not isinstance(x, Tensor) or x.dim() < 1 or x.numel() == 0:
+        raise ConfigError("x: expected a tensor [..., K] with at least one row")
+    if x.shape[-1] != weight.shape[1] or x.dtype != dtype:
+        raise ConfigError(
+            f"x {x.dtype} {list(x.shape)} does not fit activations of {dtype} for a weight "
+            f"{list(weight.shape)}"
+        )
+
+
 def _function(kernel: object) -> Kernel:
-    if not callable(kernel):
+    if not callable(kernel) or isinstance(kernel, type):
         raise KernelError(f"expected a function or a Kernel, got {type(kernel).__name__}")
     return FunctionKernel(getattr(kernel, "__name__", type(kernel).__name__), kernel)
 
@@ -246,7 +281,7 @@ def _probes(
         "code_table": lambda g: code_tables(weight, dtype, g),
         "integer": lambda g: integers(weight, contract, dtype, g),
         "edge": lambda g: edges(weight, contract, dtype, g),
-        "special": lambda g: specials(weight, dtype, g),
+        "special": lambda g: specials(weight, contract, dtype, g),
         "layout": lambda g: layouts(weight, dtype, g),
         "bound": lambda g: random_rows(weight, sizes, dtype, g),
     }
@@ -282,7 +317,7 @@ def _run(subject: _Subject, probe: Probe) -> Row | None:
 def _batch(subject: _Subject, seed: int) -> Row:
     """Whether a row has the same bits alone and inside a batch: a property, unless promised."""
     n, k = subject.weight.shape
-    generator = torch.Generator().manual_seed(seed + 1)
+    generator = torch.Generator().manual_seed(seed)
     x = torch.randn(33, k, generator=generator, dtype=torch.float64).to(subject.dtype)
     prepared, _ = subject.ready(subject.weight)
     calls = [repeated(prepared, rows, 1, deterministic=True) for rows in (x, x[7:8])]

@@ -112,7 +112,7 @@ def _add_run(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument("config", nargs="?", help="case file (TOML)")
     _add_overrides(parser)
     parser.add_argument("--level", help="levels to run, e.g. op,module,model")
-    parser.add_argument("--seed", type=int, help="seed of the random perturbations")
+    parser.add_argument("--seed", type=_seed, help="seed of the random perturbations")
     parser.add_argument("--fail-fast", action="store_true", help="stop after the first bad level")
     _add_output(parser)
 
@@ -124,7 +124,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="run directory (default .reconcile/runs/...)")
+    parser.add_argument("--out", type=_path, help="run directory (default .reconcile/runs/...)")
     parser.add_argument("--format", default=",".join(FORMATS), help="html,json,junit,markdown")
 
 
@@ -133,7 +133,7 @@ def _add_capture(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument("config", help="case file (TOML)")
     parser.add_argument("--side", required=True, choices=("reference", "candidate"))
     parser.add_argument("--inputs", type=Path, metavar="REF", help="the reference's trace")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="trace directory")
+    parser.add_argument("-o", "--output", type=_path, required=True, help="trace directory")
     parser.add_argument("--candidate", help="which candidate, where the case has several")
     _add_overrides(parser)
 
@@ -269,6 +269,20 @@ def _case(options: argparse.Namespace) -> Case:
     )
 
 
+def _path(text: str) -> Path:
+    """A path of an option; an empty one is a mistake, not the working directory."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError("expected a path")
+    return Path(text)
+
+
+def _seed(text: str) -> int:
+    """A seed that torch's generators take."""
+    if not text.isdigit() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError("expected a number in [0, 2^31)")
+    return int(text)
+
+
 def _words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
@@ -314,12 +328,14 @@ class _progress:
 def _finish(report: Report, options: argparse.Namespace) -> int:
     directory = options.out or _run_directory(report.case)
     written = _write(report, directory, _formats(options.format))
-    render, _ = registry.reporter("terminal")
-    print(render(report).rstrip("\n"))
     if options.out is None:
         _point_latest(directory)
+    render, _ = registry.reporter("terminal")
     main_file = next((path for path in written if path.suffix == ".html"), directory)
-    print(f"report: {main_file}")
+    try:
+        print(f"{render(report).rstrip()}\nreport: {main_file}", flush=True)
+    except BrokenPipeError:  # the reader has seen enough; the verdict stands
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return report.exit_code
 
 

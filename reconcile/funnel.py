@@ -109,14 +109,14 @@ def _op_rows(sides: Sides) -> Iterator[Row]:
 
 
 def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pass) -> Row:
-    """One op on the reference's rounded input: all of it, or its last row (M = 1)."""
+    """One op on the reference's rounded input: all of it, or its middle row (M = 1)."""
     out, name = Tap(module, "out"), str(Tap(module, port))
     if str(out) not in r.tensors:
         finding = _not_compared("the reference never reached it")
         return sides.row(Level.OP, out, "isolated", key, finding)
     y, magnitude = _rows(r.tensors[str(out)]), _rows(r.tensors[str(Tap(module, "abs"))])
     if port == "out.row":
-        y, magnitude = y[-1:], magnitude[-1:]
+        y, magnitude = (side[len(y) // 2 :][:1] for side in (y, magnitude))
     shape = (*y.shape, r.tensors[str(Tap(module, "in0"))].shape[-1])
     event = c.meta.get("events", {}).get(name, {})
     if name in c.tensors:
@@ -174,6 +174,8 @@ def _chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
         return sides.row(Level.OP, tap, "chained", key, finding, shape)
     closes = bool(c.meta.get("closure", {}).get(out, False))
     finding = replace(finding, stats=finding.stats | {"closes": closes})
+    if (mutation := c.meta.get("mutated", {}).get(out)) is not None:
+        finding = replace(finding, reason=Reason.INPUT_MUTATED, text=mutation)
     contract = sides.record.contract
     promised = contract is None or contract.at(shape[0]).deterministic
     if not closes and promised and finding.reason is None:
@@ -281,7 +283,7 @@ def _judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str
     where = Tap.parse(tap)
     logits = _judge_pair(sides, tap, c, r)
     yield "logits", where, logits
-    if logits.reason is Reason.SHAPE:
+    if logits.reason in (Reason.SHAPE, Reason.REFERENCE_SUSPECT):
         return
     baseline = sides.pooled("chained", tap)
     plain = largest([ref.meta["model"] for _, ref in sides.chained.values()])

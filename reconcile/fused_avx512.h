@@ -93,7 +93,8 @@ struct Vector<Float16, kFull> : HalfVector<Float16, kFull> {
 };
 
 RECONCILE_AVX512_INLINE Doubles widened(__m512 x) {
-  return {_mm512_cvtps_pd(_mm512_castps512_ps256(x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1))};
+  return {_mm512_cvtps_pd(_mm512_castps512_ps256(x)),
+          _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1))};
 }
 
 template <class T, bool kFull>
@@ -334,8 +335,8 @@ RECONCILE_AVX512_INLINE Lanes ulps(Running& t, const Codes<C>& c, const Codes<C>
                                    const Vector<R, kFull>& r, __mmask16 finite) {
   __mmask16 differ, over, ahead, moved;
   if constexpr (kIsWide<C>) {
-    t.changed_bits = _mm512_or_si512(
-        t.changed_bits, _mm512_or_si512(_mm512_xor_si512(c.lo, q.lo), _mm512_xor_si512(c.hi, q.hi)));
+    const __m512i x0 = _mm512_xor_si512(c.lo, q.lo), x1 = _mm512_xor_si512(c.hi, q.hi);
+    t.changed_bits = _mm512_or_si512(t.changed_bits, _mm512_or_si512(x0, x1));
     const __m512i c0 = order64(c.lo), c1 = order64(c.hi), q0 = order64(q.lo), q1 = order64(q.hi);
     const __m512i d0 = _mm512_sub_epi64(_mm512_max_epi64(c0, q0), _mm512_min_epi64(c0, q0));
     const __m512i d1 = _mm512_sub_epi64(_mm512_max_epi64(c1, q1), _mm512_min_epi64(c1, q1));
@@ -380,8 +381,8 @@ RECONCILE_AVX512_INLINE void sum_up(Running& t, const Doubles& c, const Doubles&
   t.power.hi = plus_product<narrow_r>(t.power.hi, r.hi, r.hi);
   t.candidate.lo = plus_product<narrow_c>(t.candidate.lo, c.lo, c.lo);
   t.candidate.hi = plus_product<narrow_c>(t.candidate.hi, c.hi, c.hi);
-  t.dot.lo = plus_product < narrow_c && narrow_r > (t.dot.lo, c.lo, r.lo);
-  t.dot.hi = plus_product < narrow_c && narrow_r > (t.dot.hi, c.hi, r.hi);
+  t.dot.lo = plus_product<narrow_c && narrow_r>(t.dot.lo, c.lo, r.lo);
+  t.dot.hi = plus_product<narrow_c && narrow_r>(t.dot.hi, c.hi, r.hi);
 }
 
 // Lanes that may hold a new maximum (see `block_of_chunks`), from float64 on either side.

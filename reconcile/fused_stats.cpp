@@ -80,7 +80,7 @@ using BlockFunction = void (*)(State&, const C*, const R*, Block, double (&)[kSu
 template <class C, class R>
 void run(Share& share, const C* c, const R* r, Shape shape, int64_t begin, int64_t end,
          BlockFunction<C, R> block) {
-  const DefaultFloatMode mode;
+  [[maybe_unused]] const DefaultFloatMode mode;
   State& s = share.state;
   const int64_t per_row = shape.blocks_of_row();
   PartOfRow part{};
@@ -91,8 +91,8 @@ void run(Share& share, const C* c, const R* r, Shape shape, int64_t begin, int64
     for (int64_t k = first; k < last; ++k) {
       const int64_t column = k * kBlock, left = shape.columns - column;
       const int64_t place = row * shape.columns + column;
-      block(s, c + place, r + place, {static_cast<int>(left < kBlock ? left : kBlock), place, column},
-            sums);
+      const auto count = static_cast<int>(left < kBlock ? left : kBlock);
+      block(s, c + place, r + place, {count, place, column}, sums);
       for (const int name : {kAbs, kCandidate, kDot}) s.sums[name].add(sums[name]);
       if (per_row > 1) part.error.add(sums[kError]), part.power.add(sums[kPower]);
     }

@@ -82,7 +82,7 @@ def judge_bound(
         text = f"{used.over} of {stats.n} elements outside the bound; {_worst(stats)}"
         body = body | {"worst_elements": worst_elements(candidate, wide)}
         return replace(finding, stats=body, reason=Reason.OVER_LIMIT, text=text)
-    if used.zeros_over == 0 or stats.reference_constant:
+    if used.zeros_over == 0 or _constant(stats):
         return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
     statistic = bias_statistic(candidate, wide)
     finding = replace(finding, stats=body | {"bias_t": statistic})
@@ -159,7 +159,7 @@ def _judge(
         text = f"{name} {body[name]:.3g} exceeds {limits.bounds[name]:.3g}; {_worst(stats)}"
         body = body | {"worst_elements": worst_elements(candidate, reference)}
         return replace(finding, stats=body, reason=Reason.OVER_LIMIT, text=text)
-    if stats.reference_constant or accepts_zeros(stats, limits):
+    if _constant(stats) or accepts_zeros(stats, limits):
         return replace(finding, reason=Reason.VACUOUS, text=_vacuous(stats))
     return finding
 
@@ -190,7 +190,12 @@ def _worst(stats: ErrorStats) -> str:
     )
 
 
+def _constant(stats: ErrorStats) -> bool:
+    """Whether a permutation would not show; rows of one element have none."""
+    return stats.reference_constant and (not stats.shape or stats.shape[-1] > 1)
+
+
 def _vacuous(stats: ErrorStats) -> str:
-    if stats.reference_constant:
+    if _constant(stats):
         return "the reference is constant: a permutation would not show"
     return f"a candidate of zeros would pass (max |r| {stats.reference_amax:.3g})"

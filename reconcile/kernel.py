@@ -166,7 +166,10 @@ def choose_engine(kernel: Kernel, wanted: str) -> tuple[Engine | None, str]:
         )
     refusals: list[str] = []
     for engine in pool:
-        support = kernel.is_supported(engine)
+        try:
+            support = kernel.is_supported(engine)
+        except Exception as error:  # noqa: BLE001 - a user's kernel may raise anything
+            support = Support(False, f"is_supported raised {type(error).__name__}: {error}")
         if support:
             before = f" ({'; '.join(refusals)})" if refusals else ""
             return engine, f"{kernel.name} runs on {engine.name} (asked: {wanted}){before}"

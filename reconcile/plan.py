@@ -81,14 +81,17 @@ class Plan:
         formats = self.kernel.formats
         if formats is not None and self.spec(module).format not in formats:
             return Support(False, f"reads {', '.join(formats)}, not {self.spec(module).format}")
-        return self.kernel.can_implement(self.spec(module))
+        try:
+            return self.kernel.can_implement(self.spec(module))
+        except Exception as error:  # noqa: BLE001 - a user's kernel may raise anything
+            return Support(False, f"can_implement raised {type(error).__name__}: {error}")
 
     def record(self) -> PlanRecord:
         """The part that traces keep."""
         return PlanRecord(
             case=self.case.case.name,
             candidate=self.config.name,
-            kernel=self.kernel.name,
+            kernel=self.config.kernel,
             engine=self.engine,
             not_run=self.not_run,
             contract=self.contract,
@@ -116,9 +119,19 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
         ConfigError, KernelError: a kernel, engine, contract, prompt or glob that does not fit.
     """
     kernel = registry.kernel(config.kernel, case.base)
+    dtype = DTYPES[config.dtype or _checked_dtype(checkpoint.dtype)]
+    reference_dtype = DTYPES[case.reference.dtype]
+    if torch.finfo(dtype).bits >= torch.finfo(reference_dtype).bits:
+        raise ConfigError(
+            f"candidate {config.name!r} computes in {_name(dtype)}: a reference in "
+            f"{case.reference.dtype} is no wider and cannot judge it; use a narrower candidate "
+            'or [reference] dtype = "float64"'
+        )
     engine, note = choose_engine(kernel, config.engine)
     if config.device.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"candidate.device {config.device!r}: expected cpu, cuda or cuda:N")
+    if config.device != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"candidate.device {config.device!r}: torch sees no CUDA device here")
     return Plan(
         case=case,
         config=config,
@@ -128,8 +141,8 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
         notes=(note,) if engine else (),
         not_run="" if engine else note,
         contract=_contract(kernel, config),
-        dtype=DTYPES[config.dtype or _checked_dtype(checkpoint.dtype)],
-        reference_dtype=DTYPES[case.reference.dtype],
+        dtype=dtype,
+        reference_dtype=reference_dtype,
         modules=_modules(checkpoint, config, only),
         prompts=_prompts(case, checkpoint),
     )

@@ -119,16 +119,27 @@ def _judge_special(
     tiny = x.abs().amax(1) < SMALLEST_NORMAL
     if finding.reason is Reason.OVER_LIMIT and bool((candidate[tiny] == 0).all()):
         text = "subnormal inputs count as zero; declare flush_subnormals if that is meant"
-        finding = replace(finding, text=f"{text}; {finding.text}")
+        finding = replace(finding, text=text)
     weight = reference.effective(x.shape[0])
     for row in (~finite).nonzero().flatten().tolist():
         (place,) = (~x[row].isfinite()).nonzero().flatten().tolist()
         touched = weight[:, place] != 0
-        lost = touched & candidate[row].isfinite()
+        lost = touched & ~_spread(candidate[row], float(x[row, place]) * weight[:, place], contract)
         if bool(lost.any()):
+            first = int(lost.nonzero()[0])
             text = (
-                f"{float(x[row, place])} at k = {place} of row {row} is lost in "
-                f"{int(lost.sum())} outputs, first at n = {int(lost.nonzero()[0])}"
+                f"{float(x[row, place])} at k = {place} of row {row} does not reach "
+                f"{int(lost.sum())} outputs as it should, first n = {first}: "
+                f"{float(candidate[row, first])}"
             )
             return replace(finding, reason=Reason.NONFINITE, text=text)
     return finding
+
+
+def _spread(candidate: Tensor, product: Tensor, contract: Contract) -> Tensor:
+    """Where an output is what one infinite or NaN product makes of it.
+
+    An infinity keeps its sign; a quantiser has no code for it and may make NaN of the row.
+    """
+    right = (candidate == product) | (candidate.isnan() & product.isnan())
+    return right if contract.activation == "none" else right | candidate.isnan()

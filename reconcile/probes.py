@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from reconcile.contract import UNIT_ROUNDOFF, Contract
+from reconcile.contract import DTYPES, UNIT_ROUNDOFF, Contract
 from reconcile.linears import DenseWeight
 from reconcile.weight import Format, QuantizedWeight
 
@@ -210,7 +210,9 @@ def _slabs(m: int, k: int, step: int, dtype: torch.dtype, generator: torch.Gener
     return x.to(dtype)
 
 
-def specials(weight: AnyWeight, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Probe]:
+def specials(
+    weight: AnyWeight, contract: Contract, dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[Probe]:
     """Rows of zeros, -0, subnormals, the dtype's largest, one infinity, one NaN; one is ordinary.
 
     NaN must reach every output of its row whose weight is not zero, and no other row.
@@ -220,7 +222,8 @@ def specials(weight: AnyWeight, dtype: torch.dtype, generator: torch.Generator) 
     x = torch.randn(7, k, generator=generator, dtype=torch.float64)
     x[0], x[1] = 0.0, -0.0
     x[2] = x[2] * info.smallest_normal / 4
-    x[3] = torch.sign(x[3]) * 2.0 ** (math.log2(info.max) // 2)
+    largest = min(info.max, torch.finfo(DTYPES[contract.accumulator]).max)
+    x[3] = torch.sign(x[3]) * 2.0 ** (math.log2(largest) // 2)
     x = x.to(dtype)
     x[4, torch.randint(k, (1,), generator=generator)] = torch.inf
     x[5, torch.randint(k, (1,), generator=generator)] = torch.nan
@@ -239,9 +242,13 @@ def layouts(weight: AnyWeight, dtype: torch.dtype, generator: torch.Generator) -
     x = torch.randn(6, k, generator=generator, dtype=torch.float64).to(dtype)
     padded = torch.full((6, 2 * k + 3), torch.nan, dtype=dtype)
     padded[:, :k] = x
-    views = (("rows 2K + 3 apart in NaN", padded[:, :k]), ("transposed", x.T.contiguous().T))
+    views = (
+        ("rows 2K + 3 apart in NaN", padded[:, :k]),
+        ("transposed", x.T.contiguous().T),
+        ("in three dimensions, [2, 3, K]", x.view(2, 3, k)),
+    )
     for layout, view in views:
-        sees = f"reads beyond its strides: x is {layout}"
+        sees = f"strides and leading dimensions: x is {layout}"
         yield Probe(name="layout", sees=sees, weight=weight, x=view, layout=layout)
 
 

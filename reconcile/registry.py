@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from reconcile.contract import Contract
 from reconcile.exceptions import ConfigError, KernelError, nearest
 from reconcile.kernel import FunctionKernel, Kernel
 from reconcile.model import ModelSource
@@ -86,14 +87,22 @@ def kernel(spec: str, base: Path | None = None) -> Kernel:
 
 def as_kernel(found: object, name: str) -> Kernel:
     """An object with the Kernel protocol as it is, a function wrapped; else KernelError."""
-    if isinstance(found, Kernel):
-        return found
+    if isinstance(found, Kernel) and not isinstance(found, type):
+        return _checked(found, name)
     if callable(found) and not isinstance(found, type):
-        return FunctionKernel(name, found)
+        return _checked(FunctionKernel(name, found), name)
     raise KernelError(
         f"{name}: expected a function f(x, weight, bias=None) or an object with the Kernel "
         f"protocol, got {type(found).__name__}"
     )
+
+
+def _checked(found: Kernel, name: str) -> Kernel:
+    if found.contract is not None and not isinstance(found.contract, Contract):
+        raise KernelError(
+            f"{name}: contract must be a reconcile.Contract, got {found.contract!r:.80}"
+        )
+    return found
 
 
 def _named_module(name: str) -> ModuleType:

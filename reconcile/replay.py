@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from reconcile.exceptions import BuildError
 from reconcile.kernel import Engine, Kernel
 from reconcile.linears import DenseWeight
 from reconcile.report import Reason
@@ -58,14 +59,25 @@ class Prepared:
 
     @classmethod
     def of(cls, kernel: Kernel, engine: Engine, weight: AnyWeight, output: torch.dtype) -> Prepared:
-        """Let the kernel repack the weight; a dense one is given as its tensor."""
-        given = weight.tensor if isinstance(weight, DenseWeight) else weight
+        """Let the kernel repack a copy of the weight; a dense one is given as its tensor.
+
+        The kernel never gets the tensors that the reference decodes, so that it cannot change
+        what it is judged by, nor what the next kernel gets.
+
+        Raises:
+            WeightChangedError: ``prepare`` wrote into the weight that it was given.
+        """
+        own = _own_copy(weight)
+        given = own.tensor if isinstance(own, DenseWeight) else own
+        prepared = kernel.prepare(given, engine)  # type: ignore[arg-type]
+        if not all(map(bitwise_equal, _tensors(own), _tensors(weight))):
+            raise WeightChangedError
         return cls(
             name=weight.name,
             kernel=kernel,
             engine=engine,
-            prepared=kernel.prepare(given, engine),  # type: ignore[arg-type]
-            bias=weight.bias,
+            prepared=prepared,
+            bias=own.bias,
             n=weight.shape[0],
             k=weight.shape[1],
             output=output,
@@ -78,11 +90,11 @@ class Prepared:
         """`of`, or why the kernel could not prepare the weight."""
         try:
             return cls.of(kernel, engine, weight, output)
-        except NotImplementedError as error:
-            return Call(output=None, reason=Reason.NOT_RUN, text=f"prepare: {error}")
-        except Exception as error:  # noqa: BLE001 - a kernel may raise anything
-            text = f"prepare raised {type(error).__name__}: {error}"
-            return Call(output=None, reason=Reason.RAISED, text=text)
+        except WeightChangedError:
+            text = "prepare changed the weight that it was given"
+            return Call(output=None, reason=Reason.INPUT_MUTATED, text=text)
+        except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
+            return failed_call(error, "in prepare")
 
     def call(self, x: Tensor, *, poison: bool = True) -> Call:
         """Apply the kernel to a copy of x [..., K] and check what it did.
@@ -97,18 +109,8 @@ class Prepared:
         try:
             with poisoned_memory() if poison else _plain_memory(x, self.n):
                 y = self.kernel.apply(given, self.prepared, self.bias)
-        except NotImplementedError as error:
-            return Call(
-                output=None,
-                reason=Reason.NOT_RUN,
-                text=f"declined x {list(x.shape)}: {str(error) or type(error).__name__}",
-            )
-        except Exception as error:  # noqa: BLE001 - a kernel may raise anything
-            return Call(
-                output=None,
-                reason=Reason.RAISED,
-                text=f"raised {type(error).__name__} on x {list(x.shape)}: {error}",
-            )
+        except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
+            return failed_call(error, f"on x {list(x.shape)}")
         call = self.check_output(x, y)
         if call.output is None:
             return call
@@ -130,6 +132,9 @@ class Prepared:
                 reason=Reason.DTYPE,
                 text=f"expected a tensor {list(expected)}, got {type(y).__name__}",
             )
+        if y.layout != torch.strided or y.is_meta:
+            text = f"expected a dense tensor with values, got {y.layout} on {y.device}"
+            return Call(output=None, reason=Reason.DTYPE, text=text)
         if tuple(y.shape) != expected:
             return Call(
                 output=None,
@@ -196,30 +201,61 @@ class KernelLinear(nn.Module):
         super().__init__()
         self._prepared = prepared
         self.calls = 0
+        self.mutation = ""
+        """What the latest call changed that was not its own; empty: nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N]; KernelFailureError where the kernel gives no usable output.
 
         x is passed as it is, not as a copy: what the kernel does to it happens to the model.
         """
+        kept = x.clone()
         with poisoned_memory():
             try:
                 y = self._prepared.kernel.apply(x, self._prepared.prepared, self._prepared.bias)
-            except Exception as error:
-                declined = isinstance(error, NotImplementedError)
-                raise KernelFailureError(
-                    self._prepared.name,
-                    Call(
-                        output=None,
-                        reason=Reason.NOT_RUN if declined else Reason.RAISED,
-                        text=f"{type(error).__name__} on x {list(x.shape)}: {error}",
-                    ),
-                ) from error
-        call = self._prepared.check_output(x, y)
+            except BaseException as error:
+                call = failed_call(error, f"on x {list(x.shape)}")
+                raise KernelFailureError(self._prepared.name, call) from error
+        call = self._prepared.check_output(kept, y)
         if call.output is None:
             raise KernelFailureError(self._prepared.name, call)
+        changed = not bitwise_equal(x, kept)
+        self.mutation = "changed its input in the model run" if changed else ""
         self.calls += 1
         return call.output
+
+
+class WeightChangedError(Exception):
+    """A kernel's ``prepare`` wrote into the weight that it was given."""
+
+
+def failed_call(error: BaseException, where: str) -> Call:
+    """The outcome of a call that raised.
+
+    NotImplementedError declines, and a source that does not compile here does not run here: both
+    say nothing about the kernel's numbers. Anything else, SystemExit among it, is the kernel's
+    fault; only an interrupt by the user goes through.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - a user's __str__ may raise too
+        text = "its message cannot be shown"
+    name = type(error).__name__
+    if isinstance(error, NotImplementedError):
+        return Call(output=None, reason=Reason.NOT_RUN, text=f"declined {where}: {text or name}")
+    if isinstance(error, BuildError):
+        return Call(output=None, reason=Reason.NOT_RUN, text=f"not built here: {text}")
+    return Call(output=None, reason=Reason.RAISED, text=f"raised {name} {where}: {text}")
+
+
+def _own_copy(weight: AnyWeight) -> AnyWeight:
+    """The weight over tensors of its own."""
+    bias = None if weight.bias is None else weight.bias.clone()
+    if isinstance(weight, DenseWeight):
+        return replace(weight, tensor=weight.tensor.clone(), bias=bias)
+    return replace(weight, codes=weight.codes.clone(), scales=weight.scales.clone(), bias=bias)
 
 
 @contextmanager

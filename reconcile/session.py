@@ -14,7 +14,7 @@ from reconcile import registry
 from reconcile.capture_candidate import capture_candidate
 from reconcile.capture_reference import capture_reference
 from reconcile.case import LEVELS, Case, GateConfig, load_case
-from reconcile.exceptions import ConfigError, nearest
+from reconcile.exceptions import ConfigError, TraceError, nearest
 from reconcile.funnel import coverage, funnel
 from reconcile.model import Checkpoint
 from reconcile.plan import Plan, Progress, make_plan
@@ -73,7 +73,9 @@ class Session:
             findings.append(finding)
             if fail_fast and any(row.verdict is Verdict.FAIL for row in finding[0]):
                 break
-        return assemble(case.case.name, findings, case.gate, command, started)
+        return assemble(
+            case.case.name, findings, case.gate, command, started, _restrictions(case, only)
+        )
 
     def plans(self, case: Case, only: str = "*", candidate: str | None = None) -> list[Plan]:
         """The candidates of ``case``, resolved; ConfigError for an unknown ``candidate``."""
@@ -143,8 +145,13 @@ def compare_traces(
     started = time.perf_counter()
     if not candidates:
         raise ConfigError("nothing to compare: no candidate trace was given")
-    record = pair(reference, candidates[0]).record
-    findings = [_finding(reference, candidate) for candidate in candidates]
+    try:
+        record = pair(reference, candidates[0]).record
+        findings = [_finding(reference, candidate) for candidate in candidates]
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"a trace is damaged or was edited: {type(error).__name__}: {error}"
+        ) from error
     return assemble(record.case, findings, record.gate, command, started)
 
 
@@ -172,8 +179,21 @@ def _finding(reference: Trace, candidate: Trace, levels: tuple[str, ...] | None 
     return rows, coverage(sides, rows), tuple(source for source in sources if source)
 
 
+def _restrictions(case: Case, only: str) -> tuple[str, ...]:
+    """What the caller left out of the case; a reader must see it beside the verdict."""
+    notices = [f"restricted to modules {only}"] if only != "*" else []
+    if set(case.levels.run) != {level.value for level in LEVELS}:
+        notices.append(f"restricted to level {', '.join(case.levels.run)}")
+    return tuple(notices)
+
+
 def assemble(
-    name: str, findings: Sequence[Finding], gate: GateConfig, command: str, started: float
+    name: str,
+    findings: Sequence[Finding],
+    gate: GateConfig,
+    command: str,
+    started: float,
+    notices: tuple[str, ...] = (),
 ) -> Report:
     """One report of all candidates, with the gate applied."""
     rows = tuple(row for found, _, _ in findings for row in found)
@@ -187,7 +207,7 @@ def assemble(
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(time.perf_counter() - started, 3),
-        notices=_notices(rows),
+        notices=(*notices, *_notices(rows)),
         required_coverage=gate.coverage,
         required_not_run=_required_not_run(rows, gate),
         allowed=tuple(f"{rows[i].tap} {rows[i].check}: {use}" for i, use in uses.items()),

@@ -110,7 +110,12 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
         TraceError: other checkpoint, dtype, contract or modules.
     """
     ours, theirs = record_from_facts(candidate.facts), record_from_facts(reference.facts)
-    for name in ("dtype", "reference_dtype", "contract", "modules"):
+    if reference.provenance and reference.provenance.side != "reference":
+        raise TraceError(
+            f"the first trace is of {reference.provenance.side!r}, not of the reference: "
+            "compare REF CAND"
+        )
+    for name in ("dtype", "reference_dtype", "contract", "modules", "parts", "layers"):
         if getattr(ours, name) != getattr(theirs, name):
             raise TraceError(
                 f"the two traces differ in {name}: candidate {getattr(ours, name)}, reference "
@@ -124,6 +129,11 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
     order = reference.facts.get("order")
     if sorted(order or ()) != sorted(ours.modules):
         raise TraceError("the reference's trace does not list the candidate's modules in order")
+    if not 0 < ours.gate.coverage <= 1:
+        raise TraceError(f"the trace's gate.coverage {ours.gate.coverage} is outside (0, 1]")
+    keys = set(reference.select("isolated"))
+    if not keys or keys != set(reference.select("chained")):
+        raise TraceError("the reference's trace lacks passes: capture it again")
     isolated, alone = _paired(reference, candidate, "isolated")
     chained, free = _paired(reference, candidate, "chained")
     unpaired = () if ours.engine is None else (*alone, *free)

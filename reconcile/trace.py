@@ -326,6 +326,8 @@ class TraceWriter:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TraceError(f"cannot write a trace to {self.root}: {error}") from error
+        for stale in self.root.glob(".pass-*.part"):  # of a capture that was killed
+            stale.unlink()
         self._entries: list[dict[str, Any]] = []
         self._shard: _ShardWriter | None = None
         self._taps: list[dict[str, Any]] = []

@@ -33,6 +33,7 @@ SCALE = "weight_scale"
 """Name of the scale tensor beside ``weight``."""
 _REFUSALS = (
     ArithmeticError,
+    AssertionError,
     AttributeError,
     LookupError,
     OSError,

@@ -42,7 +42,9 @@ extern "C" uint64_t read_streams(const char* a, const char* b, size_t bytes, siz
                                  int threads) {
   std::vector<uint64_t> found(static_cast<size_t>(threads));
   const size_t share = bytes / static_cast<size_t>(threads) / kStep * kStep;
-  const auto work = [&](size_t t) { found[t] = read_all(a + t * share, b + t * share, share, streams); };
+  const auto work = [&](size_t t) {
+    found[t] = read_all(a + t * share, b + t * share, share, streams);
+  };
   std::vector<std::thread> others;
   for (size_t t = 1; t < found.size(); ++t) others.emplace_back(work, t);
   work(0);

@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 
 import reconcile
+import reconcile.exceptions
 
 CONTRACT = reconcile.Contract(scale_applied="after_sum", accumulator="float32", output="bfloat16")
 
@@ -116,6 +117,52 @@ def declines_always(x, weight, bias=None):
     raise NotImplementedError("not on this machine")
 
 
+def ends_the_program(x, weight, bias=None):
+    raise SystemExit(0)
+
+
+_LATEST = {}
+
+
+def returns_an_old_row_for_one_row(x, weight, bias=None):
+    if x.numel() == x.shape[-1] and weight.name in _LATEST:
+        return _LATEST[weight.name][-1:].reshape(*x.shape[:-1], -1)
+    y = clean(x, weight)
+    _LATEST[weight.name] = y.reshape(-1, y.shape[-1]).clone()
+    return y
+
+
+def changes_its_scales(x, weight, bias=None):
+    y = clean(x, weight)
+    weight.scales.mul_(1.0001)
+    return y
+
+
+def rewrites_the_weight_in_prepare(x, weight, bias=None):
+    return clean(x, weight)
+
+
+def _rewrite(weight):
+    weight.scales.fill_(1.5)
+    return weight
+
+
+rewrites_the_weight_in_prepare.prepare = _rewrite
+
+
+def changes_its_input_in_the_model_only(x, weight, bias=None):
+    import sys
+
+    y = clean(x, weight)
+    if sys._getframe(2).f_code.co_name == "forward":
+        x.mul_(1.5)
+    return y
+
+
+def not_built_here(x, weight, bias=None):
+    raise reconcile.exceptions.BuildError("no such compiler")
+
+
 def drops_last_k(x, weight, bias=None):
     return _scaled(x[..., :-1].float() @ _ternary(weight)[:, :-1].T, weight.scales, x)
 
@@ -147,6 +194,12 @@ for _name in (
     "declines_one_row",
     "raises_on_one_row",
     "other_bits_every_fifth_call",
+    "ends_the_program",
+    "returns_an_old_row_for_one_row",
+    "changes_its_scales",
+    "rewrites_the_weight_in_prepare",
+    "changes_its_input_in_the_model_only",
+    "not_built_here",
     "returns_float32",
     "returns_wrong_shape",
     "returns_none",
@@ -170,3 +223,27 @@ def undeclared(x, weight, bias=None):
 
 def undeclared_without_scale(x, weight, bias=None):
     return (x.float() @ _ternary(weight).T).to(x.dtype)
+
+
+class Protocol:
+    """The fullest interface, with a name of its own."""
+
+    name = "my.kernel"
+    contract = CONTRACT
+    engines = (reconcile.Engine("python"),)
+    formats = ("ternary_k_interleaved",)
+
+    def is_supported(self, engine):
+        return reconcile.Support(True, "anywhere")
+
+    def can_implement(self, spec):
+        return reconcile.Support(True, "anything")
+
+    def prepare(self, weight, engine):
+        return weight
+
+    def apply(self, x, prepared, bias=None):
+        return clean(x, prepared)
+
+
+protocol = Protocol()

@@ -421,3 +421,55 @@ def test_the_three_errors_stand_apart(cli):
     assert len(weights) == 3
     assert all(3 < r["stats"]["quantisation_sqnr_db"] < 12 for r in weights)
     assert all(r["stats"]["second_decoder_agrees"] for r in weights)
+
+
+def test_a_reference_that_is_not_finite_is_suspect_not_a_fail(cli, tmp_path):
+    case = _copy(tmp_path)
+    _damage(case, lambda t: t["model.norm.weight"].fill_(torch.nan))
+    only = ("--only", "*.0.mlp.*")
+    assert cli("run", case / "cases" / "tiny-ternary.toml", *only, "--out", "run")[0] == 2
+    assert "FAIL" not in {r["verdict"] for r in rows_of("run")}
+
+
+@pytest.mark.parametrize(("reference", "candidate"), [("float32", "float32"), ("float64",) * 2])
+def test_a_reference_no_wider_than_the_candidate_is_refused(cli, tmp_path, reference, candidate):
+    case = _copy(tmp_path) / "cases" / "tiny-ternary.toml"
+    text = case.read_text().replace('"float64"', f'"{reference}"')
+    case.write_text(text.replace('"bfloat16"', f'"{candidate}"'))
+    code, _, err = cli("run", case)
+    assert code == 3
+    assert "no wider" in err
+
+
+@pytest.mark.parametrize("prompts", ["[[65]]", "[[65], [66, 67, 68]]", "[[65, 66]]"])
+def test_short_prompts_pass(cli, tmp_path, prompts):
+    case = _copy(tmp_path)
+    (case / "prompts.json").write_text(prompts)
+    code, out, _ = cli("run", case / "cases" / "tiny-ternary.toml", "--only", "*.0.*")
+    assert code == 0, out
+
+
+TAMPERED = [
+    ("no chained pass", lambda t: t.passes.__setitem__(
+        slice(None), [p for p in t.passes if p.kind != "chained"])),
+    ("no passes", lambda t: t.passes.clear()),
+    ("no parts", lambda t: t.facts["plan"].update(parts=[])),
+    ("no layers", lambda t: t.facts["plan"].update(layers=[])),
+    ("coverage 0", lambda t: t.facts["plan"]["gate"].update(coverage=0)),
+    ("no order", lambda t: t.facts.pop("order", None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", [t[1] for t in TAMPERED], ids=[t[0] for t in TAMPERED])
+def test_a_tampered_trace_is_never_green(cli, edit):
+    only = ("--only", "*.0.mlp.*")
+    cli("capture", CASE, *only, "--side", "reference", "-o", "ref")
+    cli("capture", CASE, *only, "--side", "candidate", "--inputs", "ref", "-o", "cand")
+    for name in ("ref", "cand"):
+        trace = Trace.load(name)
+        edit(trace)
+        trace.save(f"bad-{name}")
+    if "order" in Trace.load("bad-ref").facts:
+        assert cli("compare", "ref", "bad-cand")[0] in (2, 3)
+    assert cli("compare", "bad-ref", "bad-cand")[0] in (2, 3)
+    assert cli("compare", "cand", "ref")[0] == 3

@@ -39,6 +39,12 @@ FAULTS = [
     ("declines_one_row", 2, Reason.NOT_RUN, FIRST),
     ("raises_on_one_row", 1, Reason.RAISED, FIRST),
     ("other_bits_every_fifth_call", 1, Reason.UNSTABLE, K_1),
+    ("ends_the_program", 1, Reason.RAISED, FIRST),
+    ("returns_an_old_row_for_one_row", 1, Reason.OVER_LIMIT, FIRST),
+    ("changes_its_scales", 1, Reason.INPUT_MUTATED, FIRST),
+    ("rewrites_the_weight_in_prepare", 1, Reason.INPUT_MUTATED, FIRST),
+    ("changes_its_input_in_the_model_only", 1, Reason.INPUT_MUTATED, FIRST),
+    ("not_built_here", 2, Reason.NOT_RUN, FIRST),
     ("returns_float32", 1, Reason.DTYPE, FIRST),
     ("returns_wrong_shape", 1, Reason.SHAPE, FIRST),
     ("returns_none", 1, Reason.DTYPE, FIRST),
@@ -101,9 +107,27 @@ def test_fail_fast_ends_after_the_first_bad_level(run, level):
     report = run("high_bits_first", level, fail_fast=True)
 
     assert report.exit_code == 1
-    assert {row.level.value for row in report.rows} == {level}
+    assert {row.level.value for row in report.rows} == {"weight", level}
 
 
 def test_a_fault_shows_at_every_level_alone(run):
     for level in ("op", "module", "model"):
         assert run("all_scales_one_percent_up", level).exit_code == 1
+
+
+@pytest.mark.parametrize("before", ["changes_its_scales", "rewrites_the_weight_in_prepare"])
+def test_a_kernel_that_changes_its_weight_does_not_spoil_the_next(run, before):
+    run(before, "op")
+    assert run("clean", "op").exit_code == 0
+
+
+def test_a_required_kernel_object_with_another_name_passes():
+    session = reconcile.session()
+    report = session.run(kernel=f"{KERNELS}:protocol", only="*.0.mlp.*", levels=["op"])
+    assert report.exit_code == 0, report.explain()
+    assert report.required_not_run == ()
+
+
+def test_a_restricted_run_says_so(run):
+    report = run("clean", "op", only="*.0.mlp.*")
+    assert report.notices[:2] == ("restricted to modules *.0.mlp.*", "restricted to level op")

@@ -107,7 +107,8 @@ def int8_activations(x, weight, bias=None):
     amax = wide.abs().amax(-1, keepdim=True).clamp_min(1e-7)
     codes = torch.round(wide * (torch.full_like(amax, 127) / amax)).clamp(-128, 127)
     sums = codes.double() @ weight.format.decode(weight.unpacked()).T
-    return (sums.float() * (amax / torch.full_like(amax, 127)) * weight.scales).to(x.dtype)
+    y = (sums.float() * (amax / torch.full_like(amax, 127)) * weight.scales).to(x.dtype)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def fp8_activations(x, weight, bias=None):
@@ -255,11 +256,26 @@ def another_result_each_time(x, weight, bias=None, _calls=[0]):  # noqa: B006
     return y
 
 
+def negates_infinity(x, weight, bias=None):
+    y = plain(x, weight)
+    return torch.where(y.isinf(), -y, y)
+
+
+def infinity_is_nan(x, weight, bias=None):
+    y = plain(x, weight)
+    return torch.where(y.isinf(), torch.nan, y)
+
+
+def wrong_in_three_dimensions(x, weight, bias=None):
+    y = plain(x, weight)
+    return y * 0 if x.dim() == 3 else y
+
+
 FAULTS = [
     *((f"{f.__name__} {form}", f, form) for f in (
         drops_last_k, all_scales_one_percent_up, truncating_store, bfloat16_accumulator,
         loses_nan, wrong_for_one_row, wrong_behind_row_32, reads_padding,
-        another_result_each_time,
+        another_result_each_time, negates_infinity, infinity_is_nan, wrong_in_three_dimensions,
     ) for form in ("ternary_k_interleaved", "fp8_e4m3_block", "mxfp8_e4m3")),
     ("scale_in_float16", scale_in_float16, "ternary_k_interleaved"),
     ("one_e8m0_off_by_one", one_e8m0_off_by_one, "mxfp8_e4m3"),
@@ -366,6 +382,44 @@ def test_no_output_is_never_a_pass():
     assert reconcile.check_linear(lambda x, w: None, weight_of("ternary_hf")).exit_code == 1
 
 
+@pytest.mark.parametrize("weight", [None, [[1.0]], torch.ones(0, 4), torch.ones(4, 4).int()])
+def test_bad_weights(weight):
+    with pytest.raises(reconcile.ReconcileError):
+        reconcile.check_linear(plain, weight)
+
+
+def test_a_prepare_that_rewrites_the_weight_is_found_and_changes_nothing():
+    weight = weight_of("fp8_e4m3_channel")
+    before = weight.scales.clone()
+
+    def kernel(x, prepared, bias=None):
+        return plain(x, prepared)
+
+    def prepare(given):
+        given.scales.fill_(1.5)
+        return given
+
+    kernel.prepare = prepare
+    report = reconcile.check_linear(kernel, weight, contract=PLAIN)
+    assert {row.reason for row in report.failures()} == {Reason.INPUT_MUTATED}
+    assert torch.equal(weight.scales, before)
+
+
+def test_a_property_alone_is_no_pass():
+    weight = weight_of("ternary_hf")
+    report = reconcile.check_linear(
+        lambda x, w: x[..., :1].expand(-1, 192) * 0, weight, probes="batch"
+    )
+    assert report.exit_code == 2
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 64), (2, 8), (64, 4)])
+def test_small_weights(shape):
+    weight = weight_of("ternary_k_interleaved", shape)
+    report = reconcile.check_linear(plain, weight, contract=PLAIN)
+    assert report.exit_code == 0, report.explain()
+
+
 def test_a_contract_that_changes_with_m():
     def kernel(x, weight, bias=None):
         return (plain if x.numel() // x.shape[-1] <= 4 else rounded_weight)(x, weight)
@@ -408,6 +462,15 @@ def test_the_registered_kernel_by_itself():
         ({"x": torch.ones(2, 3)}, reconcile.ReconcileError),
         ({"engine": "cuda"}, reconcile.ReconcileError),
         ({"dtype": torch.int8}, reconcile.ReconcileError),
+        ({"dtype": "bfloat61"}, reconcile.ReconcileError),
+        ({"batch_sizes": (0,)}, reconcile.ReconcileError),
+        ({"batch_sizes": 5.0}, reconcile.ReconcileError),
+        ({"batch_sizes": ()}, reconcile.ReconcileError),
+        ({"x": torch.ones(0, 256)}, reconcile.ReconcileError),
+        ({"x": torch.ones(2, 256), "dtype": torch.bfloat16}, reconcile.ReconcileError),
+        ({"bias": torch.ones(3)}, reconcile.ReconcileError),
+        ({"bias": torch.ones(192).int()}, reconcile.ReconcileError),
+        ({"contract": "float32"}, reconcile.ReconcileError),
     ],
 )
 def test_bad_arguments(arguments, error):

@@ -203,6 +203,27 @@ def test_16_bit_codes_and_what_lies_between_them(pair):
     assert_same(round_to(around, c_dtype), round_to(around, r_dtype))
 
 
+@needs_native
+@pytest.mark.parametrize("shape", [(64, 33), (1, 5000), (700, 1), (5, 7, 40), (9, 2100)], ids=str)
+@pytest.mark.parametrize("make", [near, sparse, special], ids=lambda make: make.__name__)
+def test_the_chunks_of_the_torch_code_change_no_bit(make, shape, monkeypatch):
+    c, r = make(shape, 4)
+    c = round_to(c, BF16)
+    expected = measure(c, r)
+    for rows in (1, 2, 3, 17):
+        monkeypatch.setattr(metrics, "CHUNK", rows * shape[-1])
+        assert not different(metrics._torch_totals(c, r), expected), rows
+
+
+@needs_native
+def test_the_order_of_the_rows_changes_no_sum():
+    c, r = near((200, 1030), 6)
+    order = torch.randperm(200, generator=generator(3))
+    assert measure(c, r).sums == measure(c[order], r[order]).sums
+    found = metrics._torch_totals(c[order], r[order])
+    assert found.sums == measure(c, r).sums
+
+
 # --------------------------------------------------------------------------- independent oracles
 
 

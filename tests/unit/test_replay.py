@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from reconcile.exceptions import BuildError
 from reconcile.kernel import PYTHON, FunctionKernel
 from reconcile.replay import KernelFailureError, KernelLinear, Prepared, poisoned_memory
 from reconcile.report import Reason
@@ -61,7 +62,11 @@ def test_a_right_kernel(poison, shape):
 NO_OUTPUT = {
     "raises": (raising(ValueError("bad tile")), Reason.RAISED, "ValueError on x .2, 4.: bad tile"),
     "asserts": (raising(AssertionError()), Reason.RAISED, "raised AssertionError"),
-    "declines": (raising(NotImplementedError("K odd")), Reason.NOT_RUN, "declined x .2, 4.: K odd"),
+    "declines": (
+        raising(NotImplementedError("K odd")),
+        Reason.NOT_RUN,
+        "declined on x .2, 4.: K odd",
+    ),
     "declines silently": (raising(NotImplementedError()), Reason.NOT_RUN, "NotImplementedError"),
     "transposed": (returning(lambda y: y.t()), Reason.SHAPE, r"expected y \[2, 3\].*got \[3, 2\]"),
     "flattened": (returning(lambda y: y.flatten()), Reason.SHAPE, r"got \[6\]"),
@@ -85,11 +90,36 @@ def test_no_usable_output(case, poison):
         raise AssertionError(call.text)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_not_a_kernel_failure(error):
-    with pytest.raises(error):
-        prepared(raising(error())).call(X)
+def test_an_interrupt_is_not_a_kernel_failure():
+    with pytest.raises(KeyboardInterrupt):
+        prepared(raising(KeyboardInterrupt())).call(X)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit(), StopIteration()])
+def test_a_kernel_cannot_end_the_program(error):
+    call = prepared(raising(error)).call(X)
+    assert call.reason is Reason.RAISED
+    assert type(error).__name__ in call.text
+
+
+def test_a_source_that_does_not_build_says_nothing_about_the_kernel():
+    call = prepared(raising(BuildError("no such compiler"))).call(X)
+    assert (call.output, call.reason) == (None, Reason.NOT_RUN)
+
+
+def test_a_message_that_cannot_be_shown():
+    class MuteError(Exception):
+        def __str__(self):
+            raise ValueError
+
+    assert "cannot be shown" in prepared(raising(MuteError())).call(X).text
+
+
+@pytest.mark.parametrize("output", [X.to_sparse(), X.to("meta")], ids=["sparse", "meta"])
+def test_an_output_without_values_is_refused(output):
+    call = prepared(lambda *_: output).call(X)
+    assert (call.output, call.reason) == (None, Reason.DTYPE)
 
 
 # --------------------------------------------------------------------------- what else it changed
