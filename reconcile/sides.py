@@ -134,11 +134,29 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
     keys = set(reference.select("isolated"))
     if not keys or keys != set(reference.select("chained")):
         raise TraceError("the reference's trace lacks passes: capture it again")
+    _check_parts(ours, reference)
     isolated, alone = _paired(reference, candidate, "isolated")
     chained, free = _paired(reference, candidate, "chained")
     unpaired = () if ours.engine is None else (*alone, *free)
     weights = reference.facts.get("weights", {})
     return Sides(ours, tuple(order or ()), weights, isolated, chained, unpaired)
+
+
+def _check_parts(record: PlanRecord, reference: Trace) -> None:
+    """TraceError unless the record names exactly the parts and layers that were captured."""
+    for item in reference.passes:
+        if item.kind == "isolated":
+            taps = [Tap.parse(name) for name in item.tensors]
+            captured = {tap.module for tap in taps if tap.port.startswith("out")}
+            named = {*record.modules, *record.parts}
+            agree = captured <= named and set(record.parts) <= captured
+        else:
+            agree = set(item.meta.get("gains", ())) == set(record.layers)
+        if not agree:
+            raise TraceError(
+                f"the reference's {item.kind} pass {item.key} does not hold the parts and layers "
+                "that the trace names"
+            )
 
 
 def _paired(reference: Trace, candidate: Trace, kind: str) -> tuple[Pairs, list[tuple[str, str]]]:
