@@ -118,13 +118,22 @@ def _ran_as(report: Report) -> list[str]:
 def _rows(title: str, rows: list[Row]) -> list[str]:
     if not rows:
         return []
-    lines = [_line(row) for row in rows]
+    lines = [_line(row, count) for row, count in _alike(rows)]
     return ["", f"{plural(len(rows), f'{title} row')}", *lines[:SHOWN], *_more(lines)]
 
 
-def _line(row: Row) -> str:
-    """One row on one line; its sentence is cut to fit."""
+def _alike(rows: list[Row]) -> list[tuple[Row, int]]:
+    """Rows that differ only in their pass as the first of them and their number, in order."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.reason, row.level, row.tap, row.check, row.shape), []).append(row)
+    return [(group[0], len(group)) for group in groups.values()]
+
+
+def _line(row: Row, count: int = 1) -> str:
+    """A row on one line, and how many others are like it; its sentence is cut to fit."""
+    times = f" ({count} passes)" if count > 1 else ""
     dimensions = f" {shape(row.shape)}" if row.shape else ""
-    where = one_line(f"{row.level.value} {row.tap} {row.check}{dimensions}")
+    where = one_line(f"{row.level.value} {row.tap} {row.check}{dimensions}{times}")
     head = f"  {row.reason}  {where}: "
     return head + cut(summary.seen(row), max(WIDTH - len(head), _LEAST))
