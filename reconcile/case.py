@@ -254,4 +254,7 @@ def _explain(error: ValidationError, root: type = Case) -> str:
         return f"unknown key {where}: {nearest(place[-1], _keys(root, table))}"
     if "missing" in found["type"]:
         return f"{where} is missing"
-    return f"{where}: {found['msg']}, got {found.get('input')!r}"
+    if "error" in found.get("ctx", {}):  # a check of ours says it in its own words
+        return str(found["ctx"]["error"])
+    expected = "expected a list" if found["type"] == "tuple_type" else found["msg"]
+    return f"{where}: {expected}, got {found.get('input')!r}"

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from reconcile.report import Level, Report, Row, Verdict
+from reconcile.report import Level, Reason, Report, Row, Verdict
 from reconcile_reports.wording import layer, number, number_beside, one_line, percent, plural, real
 
 _SEVERITY = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
@@ -108,7 +108,8 @@ def ran_as(row: Row) -> RanAs:
 
 def labels(report: Report) -> dict[RanAs, int]:
     """How rows were computed, with the number of rows, in order of appearance."""
-    return dict(Counter(ran_as(row) for row in report.rows if ran_as(row).text))
+    ran = [row for row in report.rows if row.reason is not Reason.NOT_RUN]
+    return dict(Counter(ran_as(row) for row in ran if ran_as(row).text))
 
 
 def emulated(report: Report) -> list[str]:
