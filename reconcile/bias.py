@@ -11,11 +11,13 @@ import math
 import torch
 from torch import Tensor
 
-from reconcile.contract import Contract
+from reconcile.contract import UNIT_ROUNDOFF, Contract
 from reconcile.rounding import code_order, round_to
 
 Z = 6.11
 """Two-sided normal quantile of 1e-9: 1e-6 over a thousand tests of one run."""
+COARSE = 2.0**8
+"""The output's unit roundoff is at least this many times the accumulator's, or there is no test."""
 FEWEST = 32
 """Columns below which there is no test: they are the clusters."""
 
@@ -45,9 +47,15 @@ def bias_statistic(candidate: Tensor, reference: Tensor) -> float:
 
 
 def is_biased(statistic: float, columns: int, contract: Contract) -> bool:
-    """Whether the statistic is beyond chance; never where the contract declares truncation."""
+    """Whether the statistic is beyond chance.
+
+    Never where the contract declares truncation, and never where the output is about as fine as
+    the accumulator: permitted roundings of code * scale are then as large as an ulp of the
+    output, and they lean as the scale does.
+    """
     truncates = "rtz" in (contract.accumulator_rounding, contract.output_rounding)
-    if truncates or columns < FEWEST:
+    coarse = UNIT_ROUNDOFF[contract.output] >= COARSE * UNIT_ROUNDOFF[contract.accumulator]
+    if truncates or not coarse or columns < FEWEST:
         return False
     free = columns - 1
     critical = Z * (1 + (Z * Z + 1) / (4 * free))  # Student's t from the normal quantile

@@ -161,6 +161,8 @@ def _replay_ops(
         row = rows[len(rows) // 2 :][:1]
         whole = repeated(prepared, x, REPEATS, deterministic(x))
         alone = repeated(prepared, row, 2, deterministic(row))
+        if isinstance(prepared, Prepared) and alone.output is not None and not alone.reason:
+            alone = prepared.owning(alone, row)
         for suffix, call in (("out", whole), ("out.row", alone)):
             tap = str(Tap(name, suffix))
             if call.output is not None:

@@ -85,6 +85,8 @@ def check_linear(
     """
     started = time.perf_counter()
     sizes = _sizes(batch_sizes)
+    if type(seed) is not int:
+        raise ConfigError(f"seed: expected an integer, got {seed!r}")
     subject = _subject(kernel, weight, x, bias, contract, engine, dtype, repeats)
     with few_threads(subject.weight.shape[0] * subject.weight.shape[1]), torch.no_grad():
         rows, notices = _rows(subject, _chosen(probes), sizes, x, int(seed) % 2**31)
@@ -202,8 +204,15 @@ def _subject(
     repeats: int,
 ) -> _Subject:
     subject = kernel if isinstance(kernel, Kernel) else _function(kernel)
-    if repeats < 1:
-        raise ConfigError(f"repeats: expected at least 1, got {repeats}")
+    if type(repeats) is not int or repeats < 1:
+        raise ConfigError(f"repeats: expected at least 1, got {repeats!r}")
+    expected: tuple[tuple[str, object, object], ...] = (
+        ("engine", engine, str),
+        ("bias", bias, Tensor | None),
+    )
+    for what, given, kind in expected:
+        if not isinstance(given, kind):  # type: ignore[arg-type]
+            raise ConfigError(f"{what}: expected {kind}, got {type(given).__name__}")
     if isinstance(dtype, str):
         if dtype not in DTYPES:
             raise ConfigError(f"dtype {dtype!r}: {nearest(dtype, DTYPES)}")
@@ -258,11 +267,13 @@ def _function(kernel: object) -> Kernel:
     return FunctionKernel(getattr(kernel, "__name__", type(kernel).__name__), kernel)
 
 
-def _chosen(probes: str | Iterable[str]) -> tuple[str, ...]:
+def _chosen(probes: object) -> tuple[str, ...]:
+    if not isinstance(probes, Iterable):
+        raise ConfigError(f"probes: expected 'all' or names, got {probes!r}")
     names = PROBES if probes == "all" else (probes,) if isinstance(probes, str) else tuple(probes)
     for name in names:
         if name not in PROBES:
-            raise ConfigError(f"unknown probe {name!r}: {nearest(name, PROBES)}")
+            raise ConfigError(f"unknown probe {name!r}: {nearest(str(name), PROBES)}")
     if not names:
         raise ConfigError("no probe is named: nothing would be checked")
     return names
@@ -321,6 +332,8 @@ def _batch(subject: _Subject, seed: int) -> Row:
     x = torch.randn(33, k, generator=generator, dtype=torch.float64).to(subject.dtype)
     prepared, _ = subject.ready(subject.weight)
     calls = [repeated(prepared, rows, 1, deterministic=True) for rows in (x, x[7:8])]
+    if isinstance(prepared, Prepared) and calls[0].output is not None and not calls[0].reason:
+        calls[0] = prepared.owning(calls[0], x)
     for call in calls:
         if call.output is None or call.reason is not None:
             finding = Finding({}, reason=call.reason or Reason.RAISED, text=call.text)

@@ -46,20 +46,25 @@ def check_batched_linear(
         ConfigError: as `check_linear`, or a shape or group that does not fit.
     """
     started = time.perf_counter()
+    given: tuple[object, ...] = (weight, *(() if bias is None else (bias,)))
+    if not all(isinstance(tensor, Tensor) for tensor in given):
+        raise ConfigError("expected weight and bias as tensors")
     if weight.dim() != 3 or (bias is not None and tuple(bias.shape) != tuple(weight.shape[:2])):
         raise ConfigError(
             f"expected weight [G, N, K] and bias [G, N], got {list(weight.shape)} and "
             f"{None if bias is None else list(bias.shape)}"
         )
     count = weight.shape[0]
+    if not isinstance(groups, Iterable | None):
+        raise ConfigError(f"groups: expected numbers of groups, got {groups!r}")
     chosen = _spread(count) if groups is None else tuple(groups)
-    if not chosen or not all(0 <= group < count for group in chosen):
+    if not chosen or not all(type(group) is int and 0 <= group < count for group in chosen):
         raise ConfigError(f"groups: expected some of 0 ... {count - 1}, got {list(chosen)}")
     rows: list[Row] = []
     notices = [f"probed groups {list(chosen)} of {count}"]
     for group in chosen:
         report = check_linear(
-            _one_group(kernel, weight, group),
+            _one_group(kernel, weight, bias, group),
             weight[group],
             bias=None if bias is None else bias[group],
             **options,
@@ -84,28 +89,44 @@ def _spread(count: int) -> tuple[int, ...]:
     return tuple(sorted({round(i * (count - 1) / (MOST - 1)) for i in range(MOST)}))
 
 
-def _one_group(kernel: Callable[..., Tensor], weight: Tensor, group: int) -> Callable[..., Tensor]:
-    """The batched kernel as a plain one whose operands stand in place ``group``."""
+def _one_group(
+    kernel: Callable[..., Tensor], weight: Tensor, bias: Tensor | None, group: int
+) -> Callable[..., Tensor]:
+    """The batched kernel as a plain one whose operands stand in place ``group``.
 
-    def plain(x: Tensor, own: Tensor, bias: Tensor | None = None) -> Tensor:
+    What it does to the other groups is raised: it must leave their operands alone and keep their
+    outputs finite whatever the probed group holds.
+    """
+    count = weight.shape[0]
+    others = torch.arange(count) != group
+
+    def plain(x: Tensor, own: Tensor, own_bias: Tensor | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(group)
-        count, rows = weight.shape[0], x.reshape(-1, x.shape[-1])
-        weights = weight
-        if own.shape != weight.shape[1:]:
-            weights = torch.randn(count, *own.shape, generator=generator).to(own.dtype)
-        weights = weights.clone()
-        weights[group] = own
-        others = torch.randn(count, *rows.shape, generator=generator).to(x.dtype)
-        given = others.clone()
-        given[group] = rows
-        biases = () if bias is None else (bias.expand(count, *bias.shape).contiguous(),)
-        y: Any = kernel(given, weights, *biases)
+        rows = x.reshape(-1, x.shape[-1])
+        known = own.shape == weight.shape[1:]
+        operands = [
+            torch.randn(count, *rows.shape, generator=generator).to(x.dtype),
+            weight if known else torch.randn(count, *own.shape, generator=generator).to(own.dtype),
+        ]
+        mine = [rows, own]
+        if own_bias is not None:
+            drawn = torch.randn(count, own.shape[0], generator=generator).to(own_bias.dtype)
+            operands.append(bias if known and bias is not None else drawn)
+            mine.append(own_bias)
+        given = [operand.clone() for operand in operands]
+        for operand, part in zip(given, mine, strict=True):
+            operand[group] = part
+        kept = [operand.clone() for operand in given]
+        y: Any = kernel(*given)
+        for operand, before, part in zip(given, kept, mine, strict=True):
+            if not bitwise_equal(operand[others], before[others]):
+                raise RuntimeError("the kernel changed an operand of another group")
+            part.copy_(operand[group])  # what it changed of this group is seen by the caller
+        x.copy_(rows.view_as(x))
         if not isinstance(y, Tensor) or y.dim() != 3 or y.shape[0] != count:
             return y  # type: ignore[no-any-return]
-        if not bitwise_equal(given[group], rows):
-            x.copy_(given[group].view_as(x))  # the kernel changed its input: let that be seen
-        if not bitwise_equal(weights[group], own):
-            own.copy_(weights[group])
+        if not bool(y[others].isfinite().all()):
+            raise RuntimeError("an output of another group, whose operands are finite, is not")
         return y[group].reshape(*x.shape[:-1], y.shape[-1])
 
     plain.__name__ = getattr(kernel, "__name__", type(kernel).__name__)

@@ -8,6 +8,8 @@ from typing import Literal
 
 import torch
 
+from reconcile.exceptions import ContractError
+
 DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -68,15 +70,31 @@ class Contract:
         """Reject what no bound is known for."""
         for field in ("accumulator", "partials", "output"):
             _require(field, getattr(self, field), DTYPES)
+        _require(
+            "activation", self.activation, ("none", "per_token_int8", "per_token_fp8", "mxfp8")
+        )
+        _require("scale_applied", self.scale_applied, ("before", "after_block", "after_sum"))
+        for field in ("accumulator_rounding", "output_rounding"):
+            _require(field, getattr(self, field), ("rne", "rtz"))
+        for field in ("epilogue", "by_batch"):
+            if not isinstance(getattr(self, field), tuple):
+                raise ContractError(f"contract.{field}: expected a tuple")
         if self.weight_rounding is not None:
             _require("weight_rounding", self.weight_rounding, DTYPES)
         for step in self.epilogue:
             _require("epilogue", step, ("scale", "bias", "round"))
-        counts = [("split_k", self.split_k), ("k_block", self.k_block or 1)]
-        counts += [("by_batch", largest) for largest, _ in self.by_batch]
+        counts: list[tuple[str, object]] = [("split_k", self.split_k)]
+        counts += [] if self.k_block is None else [("k_block", self.k_block)]
+        for pair in self.by_batch:
+            parts: tuple[object, ...] = tuple(pair)
+            if len(parts) != 2 or not isinstance(parts[1], Contract):
+                raise ContractError(
+                    f"contract.by_batch: expected pairs (largest M, Contract), got {pair!r:.80}"
+                )
+            counts.append(("by_batch", pair[0]))
         for field, count in counts:
-            if count < 1:
-                raise ValueError(f"contract.{field}: expected at least 1, got {count}")
+            if type(count) is not int or count < 1:
+                raise ContractError(f"contract.{field}: expected at least 1, got {count!r}")
 
     def at(self, m: int) -> Contract:
         """The contract for a call with ``m`` rows."""
@@ -91,6 +109,6 @@ class Contract:
         return DTYPES[self.output]
 
 
-def _require(field: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ValueError(f"contract.{field}: expected one of {', '.join(known)}, got {value!r}")
+def _require(field: str, value: object, known: Iterable[str]) -> None:
+    if value not in tuple(known):
+        raise ContractError(f"contract.{field}: expected one of {', '.join(known)}, got {value!r}")

@@ -18,6 +18,10 @@ class ConfigError(ReconcileError):
     """A case file or an option that cannot be used."""
 
 
+class ContractError(ConfigError, ValueError):
+    """A contract that promises something no bound is known for."""
+
+
 class CheckpointError(ReconcileError):
     """A checkpoint that is missing, truncated, incomplete or not what its config declares."""
 

@@ -22,7 +22,7 @@ from reconcile.report import Coverage, Level, Limits, Reason, Row, Verdict
 from reconcile.sides import Sides, check_tolerances, largest
 from reconcile.trace import Pass, Tap
 
-GROWTH_FACTOR = 2.0
+GROWTH_FACTOR = 4.0
 """A chained error may grow this many times what the reference's own sensitivity explains."""
 
 

@@ -38,7 +38,8 @@ def judge_probe(
     y, magnitude = reference(x), reference.magnitude(x)
     if probe.expect == "exact":
         return _judge_exact(candidate, y, magnitude, x.shape[-1], contract)
-    return judge_bound(candidate, y, magnitude, x.shape[-1], contract, "float64")
+    dense = probe.name == "bound"
+    return judge_bound(candidate, y, magnitude, x.shape[-1], contract, "float64", dense=dense)
 
 
 def _judge_impulse(
@@ -56,7 +57,7 @@ def _judge_impulse(
     if bias is not None:
         y, size = y + bias.double(), size + bias.double().abs()
     finding = judge_bound(
-        candidate, y, size, probe.products, contract, "float64", nan_is_right=True
+        candidate, y, size, probe.products, contract, "float64", nan_is_right=True, dense=False
     )
     if finding.reason is None or finding.reason.verdict is not Verdict.FAIL:
         return finding
@@ -87,7 +88,7 @@ def _judge_exact(
     candidate: Tensor, y: Tensor, magnitude: Tensor, k: int, contract: Contract
 ) -> Finding:
     """Every order of summation is exact here, and so is the output."""
-    finding = judge_bound(candidate, y, magnitude, k, contract, "float64")
+    finding = judge_bound(candidate, y, magnitude, k, contract, "float64", dense=False)
     wrong = candidate.double() != y
     limits = Limits(
         kind="exact",
@@ -113,7 +114,7 @@ def _judge_special(
     k = x.shape[-1]
     finite = x.isfinite().all(1)
     y, magnitude = reference(x[finite]), reference.magnitude(x[finite])
-    finding = judge_bound(candidate[finite], y, magnitude, k, contract, "float64")
+    finding = judge_bound(candidate[finite], y, magnitude, k, contract, "float64", dense=False)
     if finding.reason is Reason.VACUOUS:
         finding = replace(finding, reason=None, text="")
     tiny = x.abs().amax(1) < SMALLEST_NORMAL

@@ -177,7 +177,7 @@ def edges(
         for off in (-1, 0, 1):
             shapes.add((2 * step_n, columns + off))
     shapes.add((2 * step_k, 2 * step_k))
-    counts = {1, 2, 3, 4, 5, 31, 32, 33}
+    counts = {1, 2, 3, 4, 5, 31, 32, 33, 65, 129}
     counts |= {m + off for m, _ in contract.by_batch for off in (0, 1)}
     for rows, columns in sorted(s for s in shapes if min(s) > 0 and s != (n, k)):
         made = random_weight(weight, (rows, columns), generator)
@@ -230,7 +230,7 @@ def specials(
     yield Probe(
         name="special",
         sees="zeros of both signs, subnormals, large values, infinity and NaN, row by row",
-        weight=weight,
+        weight=_with_bias(weight, weight, torch.zeros_like),  # a bias would hide small outputs
         x=x,
         expect="special",
     )
@@ -241,11 +241,13 @@ def layouts(weight: AnyWeight, dtype: torch.dtype, generator: torch.Generator) -
     k = weight.shape[1]
     x = torch.randn(6, k, generator=generator, dtype=torch.float64).to(dtype)
     padded = torch.full((6, 2 * k + 3), torch.nan, dtype=dtype)
-    padded[:, :k] = x
+    padded[:, 3 : k + 3] = x
     views = (
-        ("rows 2K + 3 apart in NaN", padded[:, :k]),
+        ("rows 2K + 3 apart in NaN, from offset 3", padded[:, 3 : k + 3]),
         ("transposed", x.T.contiguous().T),
         ("in three dimensions, [2, 3, K]", x.view(2, 3, k)),
+        ("in three dimensions, [1, 1, K]", x[:1].view(1, 1, k)),
+        ("in four dimensions, [2, 1, 3, K]", x.view(2, 1, 3, k)),
     )
     for layout, view in views:
         sees = f"strides and leading dimensions: x is {layout}"

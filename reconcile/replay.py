@@ -123,6 +123,19 @@ class Prepared:
             return Call(output=call.output, reason=Reason.INPUT_MUTATED, text=text)
         return call
 
+    def owning(self, call: Call, x: Tensor) -> Call:
+        """The call for x, or the reason if a later call changes what it had returned."""
+        try:
+            first = self.kernel.apply(_copy(x), self.prepared, self.bias)
+            kept = first.detach().clone()
+            self.kernel.apply(-x, self.prepared, self.bias)
+        except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
+            return failed_call(error, f"on x {list(x.shape)}, called again")
+        if bitwise_equal(first.detach(), kept):
+            return call
+        text = "a later call changed an output that had been returned: a workspace is shared"
+        return Call(output=call.output, reason=Reason.UNSTABLE, text=text)
+
     def check_output(self, x: Tensor, y: object) -> Call:
         """A copy of y where it is a tensor of the promised shape and dtype, else the reason."""
         expected = (*x.shape[:-1], self.n)
@@ -217,12 +230,12 @@ class KernelLinear(nn.Module):
                 call = failed_call(error, f"on x {list(x.shape)}")
                 raise KernelFailureError(self._prepared.name, call) from error
         call = self._prepared.check_output(kept, y)
-        if call.output is None:
+        if call.output is None or not isinstance(y, Tensor):
             raise KernelFailureError(self._prepared.name, call)
         changed = not bitwise_equal(x, kept)
         self.mutation = "changed its input in the model run" if changed else ""
         self.calls += 1
-        return call.output
+        return y  # not the copy: a workspace that the next call overwrites must show
 
 
 class WeightChangedError(Exception):

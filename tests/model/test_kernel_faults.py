@@ -45,6 +45,7 @@ FAULTS = [
     ("rewrites_the_weight_in_prepare", 1, Reason.INPUT_MUTATED, FIRST),
     ("changes_its_input_in_the_model_only", 1, Reason.INPUT_MUTATED, FIRST),
     ("not_built_here", 2, Reason.NOT_RUN, FIRST),
+    ("shares_a_workspace", 1, Reason.UNSTABLE, FIRST),
     ("returns_float32", 1, Reason.DTYPE, FIRST),
     ("returns_wrong_shape", 1, Reason.SHAPE, FIRST),
     ("returns_none", 1, Reason.DTYPE, FIRST),

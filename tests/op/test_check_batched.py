@@ -97,3 +97,37 @@ def test_the_faulty_group_is_named(weight):
 def test_bad_arguments(weight, arguments):
     with pytest.raises(reconcile.ReconcileError):
         reconcile.check_batched_linear(batched, weight, **arguments)
+
+
+def bias_of_group_0(x, w, bias=None):
+    return batched(x, w, None if bias is None else bias[:1].expand_as(bias))
+
+
+def changes_the_bias(x, w, bias=None):
+    y = batched(x, w, bias)
+    if bias is not None:
+        bias.add_(1)
+    return y
+
+
+def changes_other_groups(x, w, bias=None):
+    y = batched(x, w, bias)
+    x[0].zero_()
+    x[-1].zero_()
+    return y
+
+
+def spreads_nan(x, w, bias=None):
+    y = batched(x, w, bias)
+    return torch.full_like(y, torch.nan) if bool(x.isnan().any()) else y
+
+
+@pytest.mark.parametrize(
+    "kernel", [bias_of_group_0, changes_the_bias, changes_other_groups, spreads_nan]
+)
+def test_a_fault_between_groups_fails(weight, kernel):
+    bias = torch.randn(6, 96, generator=torch.Generator().manual_seed(1))
+    report = reconcile.check_batched_linear(
+        kernel, weight, bias=bias, contract=CONTRACT, groups=[1]
+    )
+    assert report.exit_code == 1

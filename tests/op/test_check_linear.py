@@ -494,3 +494,77 @@ def test_raise_for_verdict_reads_like_the_report():
     with pytest.raises(AssertionError, match="only at k = 255"):
         report.raise_for_verdict()
     assert report.verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize("form", ["fp8_e4m3_tensor", "fp8_e5m2_tensor", "ternary_hf_divide"])
+@pytest.mark.parametrize("seed", range(3))
+def test_float32_outputs_that_lean_with_their_scale_are_right(form, seed):
+    weight = weight_of(form, (129, 132), seed)
+    report = reconcile.check_linear(
+        lambda x, w, b=None: x.float() @ decoded(w).T,
+        weight,
+        contract=Contract(output="float32"),
+        dtype="float32",
+        seed=seed,
+    )
+    assert report.exit_code == 0, report.explain()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_declared_int8_with_a_bias_is_right(seed):
+    bias = torch.randn(130, generator=torch.Generator().manual_seed(seed))
+
+    def kernel(x, w, b):
+        return (int8_activations(x.float(), w) + b).to(x.dtype)
+
+    report = reconcile.check_linear(
+        kernel,
+        weight_of("ternary_k_interleaved", (130, 136), seed),
+        bias=bias,
+        contract=Contract(activation="per_token_int8", scale_applied="after_sum"),
+    )
+    assert report.exit_code == 0, report.explain()
+
+
+def shares_a_workspace(x, weight, bias=None, _kept={}):  # noqa: B006
+    place = _kept.setdefault((*x.shape[:-1], weight.shape[0]), torch.zeros(1))
+    y = plain(x, weight)
+    if place.shape != y.shape:
+        _kept[(*x.shape[:-1], weight.shape[0])] = place = torch.zeros_like(y)
+    return place.copy_(y)
+
+
+def flushes_subnormals(x, weight, bias=None):
+    return plain(torch.where(x.abs() < 2.0**-126, 0.0, x), weight, bias)
+
+
+def wrong_behind_row_64(x, weight, bias=None):
+    y = plain(x, weight, bias)
+    return torch.cat([y[:64], y[64:] * 1.5]) if x.dim() == 2 else y
+
+
+@pytest.mark.parametrize("kernel", [shares_a_workspace, flushes_subnormals, wrong_behind_row_64])
+def test_more_faults_fail_with_a_bias_too(kernel):
+    weight = weight_of("fp8_e4m3_block")
+    bias = None if kernel is shares_a_workspace else torch.randn(192)
+    report = reconcile.check_linear(kernel, weight, bias=bias, contract=PLAIN)
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scale_applied": "after"},
+        {"accumulator_rounding": "truncate"},
+        {"split_k": 2.5},
+        {"split_k": "2"},
+        {"activation": "int8"},
+        {"output": None},
+        {"by_batch": ((4, "x"),)},
+        {"by_batch": {4: PLAIN}},
+        {"epilogue": "round"},
+    ],
+)
+def test_a_contract_that_is_none_is_refused(fields):
+    with pytest.raises(reconcile.ReconcileError):
+        Contract(**fields)
