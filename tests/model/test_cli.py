@@ -372,7 +372,7 @@ def test_debug_shows_the_traceback(cli):
 
 
 def test_an_internal_error_is_exit_4(cli, monkeypatch):
-    monkeypatch.setattr("reconcile.cli.load_case", lambda _: 1 / 0)
+    monkeypatch.setattr("reconcile.commands.common.load_case", lambda _: 1 / 0)
     code, _, err = cli("run")
     assert code == 4
     assert "ZeroDivisionError" in err

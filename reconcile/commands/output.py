@@ -1,0 +1,104 @@
+"""The run directory: where a report is written and read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from reconcile import registry
+from reconcile.commands.common import path_argument, words
+from reconcile.exceptions import ConfigError, nearest
+from reconcile.report import Report
+from reconcile.trace import write_atomically
+
+FORMATS = ("html", "json", "junit", "markdown")
+"""What a run directory holds by default."""
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Options of a command that writes a run directory."""
+    parser.add_argument(
+        "--out", type=path_argument, help="run directory (default .reconcile/runs/...)"
+    )
+    parser.add_argument("--format", default=",".join(FORMATS), help="html,json,junit,markdown")
+
+
+def chosen_formats(text: str) -> tuple[str, ...]:
+    """Names of renderers out of `FORMATS`; others are bad input."""
+    chosen = tuple(words(text))
+    for part in chosen:
+        if part not in FORMATS:
+            raise ConfigError(f"--format {part!r}: {nearest(part, FORMATS)}")
+    return chosen
+
+
+def finish(report: Report, options: argparse.Namespace) -> int:
+    """Write the run directory, print the verdict, return the exit code."""
+    directory = options.out or _run_directory(report.case)
+    written = write_report(report, directory, chosen_formats(options.format))
+    if options.out is None:
+        _point_latest(directory)
+    render, _ = registry.reporter("terminal")
+    main_file = next((path for path in written if path.suffix == ".html"), directory)
+    try:
+        print(f"{render(report).rstrip()}\nreport: {main_file}", flush=True)
+    except BrokenPipeError:  # the reader has seen enough; the verdict stands
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return report.exit_code
+
+
+def _run_directory(case: str) -> Path:
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", case).strip(".-") or "case"
+    root = Path(".reconcile") / "runs"
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        directory = root / f"{stamp}-{safe}{suffix}"
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot write {directory}: {error}; give --out DIR") from error
+        return directory
+    raise ConfigError(f"{root} has too many runs of this second; give --out DIR")
+
+
+def _point_latest(directory: Path) -> None:
+    latest = directory.parent.parent / "latest"
+    partial = latest.with_name(f".latest.{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(directory.relative_to(latest.parent))
+    partial.replace(latest)
+
+
+def write_report(report: Report, directory: Path, formats: Sequence[str]) -> list[Path]:
+    """Render to files; ``report.json`` is always written, and last."""
+    written = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in [*(f for f in formats if f != "json"), "json"]:
+            render, filename = registry.reporter(name)
+            if filename is not None:
+                path = directory / filename
+                write_atomically(path, render(report))
+                written.append(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the report to {directory}: {error}") from error
+    return written
+
+
+def load_report(run_path: Path) -> Report:
+    """The report of a run directory or of a ``report.json``."""
+    path = run_path if run_path.is_file() else run_path / "report.json"
+    try:
+        return Report.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such report; give a run directory") from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a report of this version: {error}") from error
