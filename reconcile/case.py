@@ -36,7 +36,10 @@ class ModelConfig:
 
     __pydantic_config__ = _STRICT
     checkpoint: Path
-    """Local directory with config.json and safetensors, relative to the case file."""
+    """Local directory with config.json and safetensors, relative to the case file; or
+    ``derived:NAME``, a checkpoint that an installed package makes on first use."""
+    load_rule: str | None = None
+    """What a serving engine changes in the weights when it loads them, by the name of the rule."""
     original: Path | None = None
     """Checkpoint of the same names before quantisation, for the error of quantising itself."""
     prompts: Path | None = None

@@ -53,6 +53,10 @@ class Checkpoint(Protocol):
         """Every quantised linear by module path, in the model's order."""
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the reader of a report must know of it, e.g. which load rule was applied."""
+
+    @property
     def structure(self) -> Structure:
         """Where the layers, the final norm and the head are."""
 
@@ -75,5 +79,8 @@ class Checkpoint(Protocol):
 class ModelSource(Protocol):
     """Entry point of group ``reconcile.models``."""
 
-    def load(self, path: Path) -> Checkpoint:
-        """Read a checkpoint; CheckpointError says what is missing, unused or wrong."""
+    def load(self, path: Path, rule: str | None = None) -> Checkpoint:
+        """Read a checkpoint; CheckpointError says what is missing, unused or wrong.
+
+        ``rule`` names what a serving engine changes in the weights when it loads them.
+        """

@@ -138,7 +138,7 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
         checkpoint=checkpoint,
         kernel=kernel,
         engine=engine,
-        notes=(note,) if engine else (),
+        notes=(*checkpoint.notes, note) if engine else checkpoint.notes,
         not_run="" if engine else note,
         contract=_contract(kernel, config),
         dtype=dtype,

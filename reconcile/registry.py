@@ -145,11 +145,59 @@ def reporter(name: str) -> tuple[Callable[[Report], str], str | None]:
     return render, cast("str | None", sys.modules[render.__module__].FILENAME)
 
 
-def embedded_case() -> Path:
-    """The case that runs when none is named."""
-    group = _group("cases")
-    if not group:
-        raise ConfigError("no case is embedded in this installation: name a config file")
-    name = next(iter(group))
-    module = group[name].load()
-    return Path(module.__file__).parent / "cases" / f"{name}.toml"
+def case_names() -> list[str]:
+    """Names of the embedded cases."""
+    return sorted(_group("cases"))
+
+
+def embedded_case(name: str | None = None) -> Path:
+    """The file of an embedded case; None: of the one that runs when none is named.
+
+    Raises:
+        ConfigError: an unknown name, or no case is embedded.
+    """
+    if name is None:
+        defaults = _group("default_case")
+        if not defaults:
+            raise ConfigError("no case is embedded in this installation: name a case file")
+        name = next(iter(defaults))
+    return _package_folder("cases", name) / "cases" / f"{name}.toml"
+
+
+def case_file(name: Path | str | None) -> Path:
+    """The file of a case given by path or, where there is no such file, by an embedded name.
+
+    Raises:
+        ConfigError: neither; a name without a suffix or folder is taken for an embedded one.
+    """
+    if name is None:
+        return embedded_case()
+    path = Path(name)
+    if path.exists() or (str(name) not in _group("cases") and (path.suffix or len(path.parts) > 1)):
+        return path
+    if str(name) not in _group("cases"):
+        raise ConfigError(
+            f"{name}: no such file, and no embedded case: {nearest(str(name), case_names())}"
+        )
+    return embedded_case(str(name))
+
+
+DERIVED = "derived:"
+"""Start of a checkpoint's name that an installed package makes on first use."""
+
+
+def checkpoint(place: Path, base: Path) -> Path:
+    """Directory of the checkpoint that a case names: a path from ``base``, or ``derived:NAME``.
+
+    Raises:
+        ConfigError: an unknown derived checkpoint.
+        ReconcileError: whatever making it raises.
+    """
+    text = str(place)
+    if not text.startswith(DERIVED):
+        return base / place
+    return cast(Callable[[], Path], _load("checkpoints", text.removeprefix(DERIVED)))()
+
+
+def _package_folder(kind: str, name: str) -> Path:
+    return Path(_load(kind, name).__file__).parent

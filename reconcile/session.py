@@ -31,9 +31,9 @@ class Session:
     """A case whose checkpoint and reference stay loaded, so that a candidate runs again quickly."""
 
     def __init__(self, case: Case | Path | str | None = None) -> None:
-        """Read the case; None is the embedded one. Nothing else is loaded yet."""
+        """Read the case: a file, or an embedded one by name; None is the default one."""
         if not isinstance(case, Case):
-            case = load_case(registry.embedded_case() if case is None else case)
+            case = load_case(registry.case_file(case))
         self.case = case
         self._checkpoint: Checkpoint | None = None
         self._references: dict[Any, Trace] = {}
@@ -84,8 +84,8 @@ class Session:
             names = [item.name for item in case.candidate]
             raise ConfigError(f"no candidate {candidate!r}: {nearest(str(candidate), names)}")
         if self._checkpoint is None:
-            path = case.base / case.model.checkpoint
-            self._checkpoint = registry.model_source().load(path)
+            path = registry.checkpoint(case.model.checkpoint, case.base)
+            self._checkpoint = registry.model_source().load(path, case.model.load_rule)
         return [make_plan(case, item, self._checkpoint, only) for item in chosen]
 
     def _reference(self, plan: Plan, command: str, progress: Progress) -> Trace:
@@ -99,7 +99,7 @@ def run(case: Case | Path | str | None = None, **options: Any) -> Report:  # noq
     """Reconcile a case once: ``Session(case).run(**options)``.
 
     Args:
-        case: a case, the path of a case file, or None for the embedded case.
+        case: a case, the path of a case file, an embedded case's name, or None for the default.
         options: see `Session.run`.
     """
     return Session(case).run(**options)
@@ -180,8 +180,12 @@ def _finding(reference: Trace, candidate: Trace, levels: tuple[str, ...] | None 
 
 
 def _restrictions(case: Case, only: str) -> tuple[str, ...]:
-    """What the caller left out of the case; a reader must see it beside the verdict."""
+    """What the caller or the case changed; a reader must see it beside the verdict."""
     notices = [f"restricted to modules {only}"] if only != "*" else []
+    if case.model.load_rule is not None:
+        notices.append(
+            f"weights after the load rule {case.model.load_rule}, not as they are stored"
+        )
     if set(case.levels.run) != {level.value for level in LEVELS}:
         notices.append(f"restricted to level {', '.join(case.levels.run)}")
     return tuple(notices)

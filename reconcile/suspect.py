@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ def suspicions(weight: QuantizedWeight | DenseWeight) -> list[str]:
     amax = float(values[values.isfinite()].abs().max()) if odd < values.numel() else 0.0
     if amax == 0:
         found.append("every decoded weight is zero")
-    if amax in FORMAT_MAXIMA and not _is_ternary(weight):
+    if amax in (maxima := _maxima(weight)):
         found.append(
-            f"the largest decoded weight is {amax:g}, the maximum of {FORMAT_MAXIMA[amax]}: a "
-            "scale is missing"
+            f"the largest decoded weight is {amax:g}, the maximum of {maxima[amax]}: a scale is "
+            "missing"
         )
     if isinstance(weight, QuantizedWeight):
         found += _scales(weight)
@@ -41,8 +42,17 @@ def _scales(weight: QuantizedWeight) -> list[str]:
     return []
 
 
-def _is_ternary(weight: QuantizedWeight | DenseWeight) -> bool:
-    return isinstance(weight, QuantizedWeight) and len(weight.format.table) <= 4
+def _maxima(weight: QuantizedWeight | DenseWeight) -> dict[float, str]:
+    """Largest magnitudes that would say that codes were not scaled.
+
+    Of a stored weight only its own format's: under a power of two, 384 / 64 is 6 by right. None
+    of a ternary one, whose values are 1 under any scale of 1.
+    """
+    if isinstance(weight, DenseWeight):
+        return FORMAT_MAXIMA
+    table = weight.format.table
+    own = max(abs(value) for value in table if math.isfinite(value))
+    return {own: weight.format.name} if len(table) > 4 else {}
 
 
 def weight_facts(

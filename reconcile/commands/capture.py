@@ -14,6 +14,7 @@ from reconcile.commands.common import (
     add_overrides,
     chosen_case,
     command,
+    config_help,
     path_argument,
     progress_bar,
 )
@@ -28,7 +29,7 @@ from reconcile.trace import Trace
 def add(commands: Any) -> None:  # noqa: ANN401
     """Register the command."""
     parser = command(commands, "capture", _capture, "write the trace of one side")
-    parser.add_argument("config", help="case file (TOML)")
+    parser.add_argument("config", help=config_help())
     parser.add_argument("--side", required=True, choices=("reference", "candidate"))
     parser.add_argument("--inputs", type=Path, metavar="REF", help="the reference's trace")
     parser.add_argument("-o", "--output", type=path_argument, required=True, help="trace directory")

@@ -32,6 +32,14 @@ def command(
     return parser
 
 
+def config_help() -> str:
+    """What CONFIG may be: a file, or the name of an embedded case where there is no such file."""
+    return (
+        "case file (TOML); a name that is no file is looked up among the embedded cases: "
+        f"{', '.join(registry.case_names())}"
+    )
+
+
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Options that put something in place of the case's own."""
     parser.add_argument("--kernel", help="kernel in place of the case's own")
@@ -65,7 +73,7 @@ def chosen_case(options: argparse.Namespace) -> Case:
         place, _, attribute = kernel.rpartition(":")
         kernel = f"{Path(place).resolve()}:{attribute}"
     return override(
-        load_case(options.config or registry.embedded_case()),
+        load_case(registry.case_file(options.config)),
         kernel=kernel,
         engine=options.engine,
         levels=words(options.level) if getattr(options, "level", None) is not None else None,

@@ -9,6 +9,7 @@ from reconcile.commands.common import (
     add_overrides,
     chosen_case,
     command,
+    config_help,
     progress_bar,
     seed_argument,
 )
@@ -18,8 +19,8 @@ from reconcile.session import run
 
 def add(commands: Any) -> None:  # noqa: ANN401
     """Register the command."""
-    parser = command(commands, "run", _run, "reconcile a case; without CONFIG, the embedded one")
-    parser.add_argument("config", nargs="?", help="case file (TOML)")
+    parser = command(commands, "run", _run, "reconcile a case; without CONFIG, the default one")
+    parser.add_argument("config", nargs="?", help=config_help())
     add_overrides(parser)
     parser.add_argument("--level", help="levels to run, e.g. op,module,model")
     parser.add_argument("--seed", type=seed_argument, help="seed of the random perturbations")

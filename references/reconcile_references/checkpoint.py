@@ -6,43 +6,16 @@ import hashlib
 import json
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from reconcile.exceptions import CheckpointError, nearest
-from reconcile.registry import formats
-from reconcile.weight import Format
+from reconcile.exceptions import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """The declared quantisation of a checkpoint."""
-
-    format: Format
-    ignored: tuple[str, ...] | None
-    """Modules that stay dense (``modules_to_not_convert``); None: the output head alone."""
-    scales_bias: bool = False
-    """Whether the scale multiplies the bias also (`AutoBitLinear`)."""
-
-    def is_quantized(self, module: str, head: str | None) -> bool:
-        """Whether the linear at this path is stored in the format.
-
-        An entry of ``ignored`` names a module by its whole path, by its last components, or a
-        parent of it. ``head`` is the path of the output head.
-        """
-        if self.ignored is None:
-            return module != head
-        return not any(
-            module == entry or module.startswith(f"{entry}.") or module.endswith(f".{entry}")
-            for entry in self.ignored
-        )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -82,74 +55,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def checkpoint_hash(path: Path) -> str:
-    """sha256 over the names and bytes of config.json and every safetensors file."""
-    digest = hashlib.sha256()
-    for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
+def checkpoint_hash(path: Path, rule: str | None = None) -> str:
+    """sha256 over the names and bytes of every file that says what the weights are.
+
+    ``rule``, a load rule that changes them, counts as well.
+    """
+    digest = hashlib.sha256(b"" if rule is None else f"load rule {rule}".encode())
+    declared = [path / "config.json", *path.glob("hf_quant_config.json")]
+    for file in sorted([*declared, *path.glob("*.safetensors")]):
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
-
-
-def read_scheme(config: dict[str, Any], where: Path) -> Scheme:
-    """The quantisation that ``config.json`` declares; it is never inferred from tensors.
-
-    ``quant_method`` ``ternary``: ``format`` names a registered format. ``bitnet`` (Hugging
-    Face): ``linear_class`` ``bitlinear`` (the default there) divides by the stored scale,
-    ``autobitlinear`` multiplies. Without ``modules_to_not_convert`` the output head stays dense,
-    as in transformers; with it, only what it lists does.
-    """
-    declared = config.get("quantization_config")
-    if not isinstance(declared, dict):
-        raise CheckpointError(
-            f"{where / 'config.json'}: no quantization_config: nothing here is quantised, so "
-            "there is no kernel to reconcile"
-        )
-    method = declared.get("quant_method")
-    if method == "ternary":
-        name = str(declared.get("format"))
-    elif method == "bitnet":
-        name = _bitnet_format(declared, where)
-    else:
-        raise CheckpointError(
-            f"{where / 'config.json'}: quant_method {method!r} is not supported: "
-            f"{nearest(str(method), ['ternary', 'bitnet'])}"
-        )
-    known = formats()
-    if name not in known:
-        raise CheckpointError(
-            f"{where / 'config.json'}: unknown format {name!r}: {nearest(name, known)}"
-        )
-    ignored = declared.get("modules_to_not_convert")
-    if ignored is not None and not (
-        isinstance(ignored, list) and all(isinstance(entry, str) and entry for entry in ignored)
-    ):
-        raise CheckpointError(
-            f"{where / 'config.json'}: modules_to_not_convert: expected a list of module names, "
-            f"got {ignored!r}"
-        )
-    return Scheme(
-        known[name],
-        None if ignored is None else tuple(ignored),
-        scales_bias=method == "bitnet" and known[name].scale_convention == "multiply",
-    )
-
-
-def _bitnet_format(declared: dict[str, Any], where: Path) -> str:
-    if declared.get("quantization_mode", "offline") != "offline":
-        raise CheckpointError(
-            f"{where / 'config.json'}: quantization_mode {declared['quantization_mode']!r}: its "
-            "weights are not stored in ternary; expected offline"
-        )
-    linear_class = str(declared.get("linear_class", "bitlinear"))
-    by_class = {"bitlinear": "ternary_hf_divide", "autobitlinear": "ternary_hf"}
-    if linear_class not in by_class:
-        raise CheckpointError(
-            f"{where / 'config.json'}: linear_class {linear_class!r}: "
-            f"{nearest(linear_class, by_class)}"
-        )
-    return by_class[linear_class]
 
 
 def names(label: str, items: Iterable[str], limit: int = 5) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,18 +19,16 @@ from reconcile.exceptions import CheckpointError
 from reconcile.model import MakeLinear, Structure
 from reconcile.weight import QuantizedWeight
 from reconcile_references.checkpoint import (
-    Scheme,
     checkpoint_hash,
     names,
     read_config,
-    read_scheme,
     read_tensors,
 )
+from reconcile_references.load_rules import apply_rule
 from reconcile_references.precise import preserve_float64
+from reconcile_references.scheme import Scheme, read_scheme
 from reconcile_references.second_decoder import decode_again
 
-SCALE = "weight_scale"
-"""Name of the scale tensor beside ``weight``."""
 _REFUSALS = (
     ArithmeticError,
     AssertionError,
@@ -57,6 +55,11 @@ class TransformersCheckpoint:
     """Every tensor that is not part of a quantised linear, by checkpoint name."""
     structure: Structure
     config: transformers.PreTrainedConfig
+    activation_scales: Mapping[str, Tensor] = field(default_factory=dict)
+    """Stored scales of static activation quantisation by module, float32 []; a kernel that does
+    not quantise activations has no use for them."""
+    notes: tuple[str, ...] = ()
+    """What a load rule changed, for the report."""
 
     @property
     def vocab_size(self) -> int:
@@ -120,11 +123,16 @@ class TransformersCheckpoint:
 class TransformersModels:
     """Model source for transformers checkpoints; satisfies `reconcile.model.ModelSource`."""
 
-    def load(self, path: Path) -> TransformersCheckpoint:
+    def load(self, path: Path, rule: str | None = None) -> TransformersCheckpoint:
         """Read and check a checkpoint.
 
         Every linear that the architecture has and the config does not exclude must be there in
         the declared format; every other parameter must be there dense; nothing may be left over.
+
+        Args:
+            path: directory of the checkpoint.
+            rule: what a serving engine changes when it loads the weights, of `load_rules.RULES`;
+                None: the weights as they are stored.
 
         Raises:
             CheckpointError: names what is missing, unused or wrong.
@@ -136,16 +144,20 @@ class TransformersModels:
         structure = _structure(skeleton)
         tensors = read_tensors(path)
         linears = _quantized_linears(skeleton, scheme, structure.head, path)
-        weights = _quantized(linears, scheme, tensors, path)
-        consumed = _consumed(weights)
+        parts = _parts(linears, scheme, tensors, path)
+        weights = _quantized(linears, scheme, parts, tensors, path)
+        consumed = {f"{name}.weight" for name in weights}.union(*(p.names for p in parts.values()))
         dense = {name: tensor for name, tensor in tensors.items() if name not in consumed}
-        _check_names(skeleton, weights, dense, path)
+        _check_names(skeleton, consumed, dense, path)
         _check_dense(skeleton, dense, path)
+        weights, notes = apply_rule(rule, weights) if rule else (weights, ())
         return TransformersCheckpoint(
             path=path,
-            sha256=checkpoint_hash(path),
+            sha256=checkpoint_hash(path, rule),
             dtype=_dense_dtype(dense),
             weights=weights,
+            notes=notes,
+            activation_scales=_activation_scales(parts, tensors, path),
             dense=dense,
             structure=structure,
             config=config,
@@ -212,23 +224,14 @@ def _quantized_linears(
 
 
 def _quantized(
-    linears: Mapping[str, nn.Linear], scheme: Scheme, tensors: Mapping[str, Tensor], path: Path
+    linears: Mapping[str, nn.Linear],
+    scheme: Scheme,
+    parts: Mapping[str, Parts],
+    tensors: Mapping[str, Tensor],
+    path: Path,
 ) -> dict[str, QuantizedWeight]:
-    wanted = [f"{name}.{part}" for name in linears for part in ("weight", SCALE)]
-    if missing := [name for name in wanted if name not in tensors]:
-        raise CheckpointError(
-            f"{path}: {names('missing tensors', missing)}; format {scheme.format.name} stores "
-            f"weight and {SCALE} for every linear outside modules_to_not_convert"
-        )
     weights = {
-        name: QuantizedWeight.from_tensors(
-            tensors[f"{name}.weight"],
-            tensors[f"{name}.{SCALE}"],
-            format=scheme.format,
-            shape=(module.out_features, module.in_features),
-            name=name,
-            bias=tensors.get(f"{name}.bias") if "bias" in module.state_dict() else None,
-        )
+        name: _weight(name, module, scheme, parts[name], tensors)
         for name, module in linears.items()
     }
     biased = [name for name, weight in weights.items() if weight.bias is not None]
@@ -240,20 +243,96 @@ def _quantized(
     return weights
 
 
-def _consumed(weights: Mapping[str, QuantizedWeight]) -> set[str]:
-    used = {f"{name}.{part}" for name in weights for part in ("weight", SCALE)}
-    return used | {f"{name}.bias" for name, weight in weights.items() if weight.bias is not None}
+def _weight(
+    name: str, module: nn.Linear, scheme: Scheme, parts: Parts, tensors: Mapping[str, Tensor]
+) -> QuantizedWeight:
+    shape = (module.out_features, module.in_features)
+    form, scales = scheme.read_scale(tensors[parts.scale], shape, name)
+    return QuantizedWeight.from_tensors(
+        tensors[f"{name}.weight"],
+        scales,
+        format=form,
+        shape=shape,
+        name=name,
+        bias=tensors[parts.bias] if parts.bias else None,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Names of the tensors that a quantised linear has beside ``weight``."""
+
+    scale: str
+    activation: str | None
+    bias: str | None
+
+    @property
+    def names(self) -> set[str]:
+        """All of them that are there."""
+        return {name for name in (self.scale, self.activation, self.bias) if name}
+
+
+def _parts(
+    linears: Mapping[str, nn.Linear], scheme: Scheme, tensors: Mapping[str, Tensor], path: Path
+) -> dict[str, Parts]:
+    """The tensors of every quantised linear by name; CheckpointError for what is missing."""
+    missing: list[str] = []
+
+    def one_of(module: str, candidates: tuple[str, ...]) -> str:
+        found = [part for part in candidates if f"{module}.{part}" in tensors]
+        if not found:
+            missing.append(f"{module}.{' or '.join(candidates)}")
+        return f"{module}.{(*found, *candidates)[0]}"
+
+    parts = {}
+    for name, module in linears.items():
+        one_of(name, ("weight",))
+        biased = "bias" in module.state_dict() and f"{name}.bias" in tensors
+        activation = scheme.activation_names
+        parts[name] = Parts(
+            scale=one_of(name, scheme.scale_names),
+            activation=one_of(name, activation) if activation else None,
+            bias=f"{name}.bias" if biased else None,
+        )
+    if missing:
+        raise CheckpointError(
+            f"{path}: {names('missing tensors', missing)}; format {scheme.format.name} stores "
+            f"weight and {' or '.join(scheme.scale_names)} for every linear outside "
+            "modules_to_not_convert"
+        )
+    return parts
+
+
+def _activation_scales(
+    parts: Mapping[str, Parts], tensors: Mapping[str, Tensor], path: Path
+) -> dict[str, Tensor]:
+    """Stored activation scales, one positive finite number each, float32 []."""
+    found = {
+        name: tensors[part.activation]
+        for name, part in parts.items()
+        if part.activation is not None
+    }
+    bad = [
+        f"{name} {list(scale.shape)} {scale.dtype}"
+        for name, scale in found.items()
+        if scale.numel() != 1
+        or scale.dtype not in DTYPES.values()
+        or not (bool(scale.isfinite().all()) and bool((scale > 0).all()))
+    ]
+    if bad:
+        what = "activation scales that are not one positive number"
+        raise CheckpointError(f"{path}: {names(what, bad)}")
+    return {name: scale.to(torch.float32).reshape(()) for name, scale in found.items()}
 
 
 def _check_names(
     skeleton: transformers.PreTrainedModel,
-    weights: Mapping[str, QuantizedWeight],
+    consumed: set[str],
     dense: Mapping[str, Tensor],
     path: Path,
 ) -> None:
     """Dense tensors must be exactly the model's other parameters."""
-    needed = set(skeleton.state_dict()) - _consumed(weights)
-    needed -= {f"{name}.weight" for name in weights}
+    needed = set(skeleton.state_dict()) - consumed
     missing, unused = needed - set(dense) - set(_tied(skeleton)), set(dense) - needed
     if missing or unused:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from reconcile.exceptions import CheckpointError, FormatError
 from reconcile.registry import model_source
-from reconcile_references.checkpoint import Scheme
+from reconcile_references.scheme import Scheme
 from reconcile_references.ternary import TERNARY_K_INTERLEAVED
 
 GATE = "model.layers.1.mlp.gate_proj"
@@ -262,7 +262,7 @@ CONFIGS = {
     "no scheme": (lambda c: c.pop("quantization_config"), ["no quantization_config"]),
     "scheme is no table": (lambda c: c.update(quantization_config=3), ["no quantization_config"]),
     "unknown method": (quantization(quant_method="bitnett"), ["'bitnett' is not", '"bitnet"?']),
-    "method of others": (quantization(quant_method="fp8"), ["'fp8' is not supported", "Known:"]),
+    "method of others": (quantization(quant_method="awq"), ["'awq' is not supported", "Known:"]),
     "no method": (quantization(quant_method=None), ["quant_method None"]),
     "unknown format": (
         quantization(format="ternary_k_interleave"),
