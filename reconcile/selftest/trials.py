@@ -1,0 +1,139 @@
+"""How a fault is run: through `check_linear`, through a case, or as a canary of the gate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from reconcile import registry
+from reconcile.case import load_case
+from reconcile.check import check_linear
+from reconcile.check_batched import check_batched_linear
+from reconcile.contract import Contract
+from reconcile.exceptions import ReconcileError
+from reconcile.kernel import Kernel
+from reconcile.report import ExitCode, Report
+from reconcile.selftest.schema import Seen
+from reconcile.session import Session
+from reconcile.weight import QuantizedWeight
+
+Patch = Callable[[], AbstractContextManager[Any]]
+"""Makes a context in which something of the harness or of a library is replaced."""
+
+
+def seen(run: Callable[[], Report]) -> Seen:
+    """What is seen of a run; a refusal is exit code 3 with its message, as on the command line."""
+    try:
+        return Seen.of(run())
+    except ReconcileError as error:
+        return Seen(exit_code=ExitCode.BAD_INPUT, text=str(error))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTrial:
+    """A kernel by itself."""
+
+    faulty: Kernel | Callable[..., Tensor]
+    clean: Kernel | Callable[..., Tensor]
+    weight: Callable[[], QuantizedWeight | Tensor]
+    contract: Contract | None = None
+    judged_by: Callable[[Any], Any] | None = None
+    """For a faulty reference: what it makes of the weight; the kernel then is ``clean``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `check_linear`, e.g. ``bias`` or ``batch_sizes``."""
+    patch: Patch = nullcontext
+    """What is replaced while the faulty kernel runs."""
+
+    def run(self, *, faulty: bool) -> Seen:
+        """``check_linear`` of the faulty kernel or of its clean twin."""
+        weight = self.weight()
+        if faulty and self.judged_by is not None:
+            weight = self.judged_by(weight)
+        kernel = self.faulty if faulty else self.clean
+        with self.patch() if faulty else nullcontext():
+            return seen(
+                lambda: check_linear(kernel, weight, contract=self.contract, **self.options)
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchedTrial:
+    """A batched kernel by itself."""
+
+    faulty: Callable[..., Tensor]
+    clean: Callable[..., Tensor]
+    weight: Callable[[], Tensor]
+    contract: Contract | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `check_batched_linear`."""
+
+    def run(self, *, faulty: bool) -> Seen:
+        """``check_batched_linear`` of the faulty kernel or of its clean twin."""
+        kernel = self.faulty if faulty else self.clean
+        return seen(
+            lambda: check_batched_linear(
+                kernel, self.weight(), contract=self.contract, **self.options
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseTrial:
+    """A kernel in the embedded model; the reference is captured once, and without any patch."""
+
+    faulty: str
+    """Kernel, as a case names it."""
+    clean: str
+    levels: tuple[str, ...] | None = None
+    """Levels to run; None: all."""
+    only: str = "*"
+    patch: Patch = nullcontext
+    """What is replaced while the faulty candidate is captured and judged."""
+
+    def run(self, *, faulty: bool) -> Seen:
+        """The case with the faulty kernel or with its clean twin."""
+        if not faulty:
+            return seen(lambda: self._report(self.clean))
+        if self.patch is nullcontext:
+            return seen(lambda: self._report(self.faulty))
+        clean = seen(lambda: self._report(self.clean))  # captures the reference, unpatched
+        if clean.exit_code != ExitCode.PASS:
+            return replace(clean, exit_code=ExitCode.INTERNAL)
+        with self.patch():
+            return seen(lambda: self._report(self.faulty))
+
+    def _report(self, kernel: str) -> Report:
+        return embedded_session().run(kernel=kernel, levels=self.levels, only=self.only)
+
+
+@functools.cache
+def embedded_session() -> Session:
+    """The embedded case without its required kernel; loaded once per process."""
+    case = load_case(registry.embedded_case())
+    return Session(replace(case, gate=replace(case.gate, require=())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryTrial:
+    """A known answer that the harness must give, with and without a fault in the harness.
+
+    The answer of the canary itself is what is judged: ``right`` without the fault; with it,
+    anything else is a detection, and is reported as exit code 1.
+    """
+
+    canary: Callable[[], Report]
+    right: tuple[int, str]
+    """Exit code and reason that the canary must give; the reason may be empty."""
+    patch: Patch
+
+    def run(self, *, faulty: bool) -> Seen:
+        """FAIL where the canary does not sing as it should."""
+        with self.patch() if faulty else nullcontext():
+            found = seen(self.canary)
+        as_it_should = (found.exit_code, found.reason) == self.right
+        return replace(found, exit_code=ExitCode.PASS if as_it_should else ExitCode.FAIL)
