@@ -229,85 +229,8 @@ struct Running {
   __m512d amax, bar, max_rel;
   __m512 amax_single, bar_single, max_rel_single;  // instead of these where both are narrow
   __m512i max_ulp, changed_bits;
-  int64_t differing, not_equal, over_1ulp, away, sided;
+  int64_t differing, over_1ulp, away, sided;
 };
-
-// Counts exponent fields in a window of 32: a count has four bits in a 64-bit lane, 16 counts
-// make one accumulator, and a shift by more than 63 counts nothing.
-struct Window {
-  __m512i first, second, bytes[4];
-  __m512i start;  // four times the first exponent field
-
-  RECONCILE_AVX512_INLINE void add(__m512d size) {
-    const __m512i one = _mm512_set1_epi64(1);
-    const __m512i field4 = _mm512_and_si512(_mm512_srli_epi64(_mm512_castpd_si512(size), 50),
-                                            _mm512_set1_epi64(~3ll));
-    const __m512i shift = _mm512_sub_epi64(field4, start);
-    first = _mm512_add_epi64(first, _mm512_sllv_epi64(one, shift));
-    second = _mm512_add_epi64(
-        second, _mm512_sllv_epi64(one, _mm512_sub_epi64(shift, _mm512_set1_epi64(64))));
-  }
-
-  // Widens the counts to eight bits; due before 16 additions.
-  RECONCILE_AVX512_INLINE void widen() {
-    const __m512i low = _mm512_set1_epi8(15);
-    bytes[0] = _mm512_add_epi8(bytes[0], _mm512_and_si512(first, low));
-    bytes[1] = _mm512_add_epi8(bytes[1], _mm512_and_si512(_mm512_srli_epi64(first, 4), low));
-    bytes[2] = _mm512_add_epi8(bytes[2], _mm512_and_si512(second, low));
-    bytes[3] = _mm512_add_epi8(bytes[3], _mm512_and_si512(_mm512_srli_epi64(second, 4), low));
-    first = second = _mm512_setzero_si512();
-  }
-};
-constexpr int kWidenEvery = 7;  // steps of two additions each
-static_assert(2 * kBlock / kLanes <= 255, "the counts of a block fit in bytes");
-
-// The eight columns of bytes, summed over the eight 64-bit lanes.
-RECONCILE_AVX512_INLINE __m128i column_sums(__m512i bytes) {
-  const __m512i half = _mm512_add_epi16(_mm512_cvtepu8_epi16(_mm512_castsi512_si256(bytes)),
-                                        _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(bytes, 1)));
-  const __m256i quarter =
-      _mm256_add_epi16(_mm512_castsi512_si256(half), _mm512_extracti64x4_epi64(half, 1));
-  return _mm_add_epi16(_mm256_castsi256_si128(quarter), _mm256_extracti128_si256(quarter, 1));
-}
-
-// Adds the window's counts to the histogram, if they are `expected` counts in all.
-RECONCILE_AVX512_INLINE bool take_window(State& s, const Window& w, int64_t expected) {
-  uint16_t counts[4][8];
-  __m128i sum = _mm_setzero_si128();
-  for (int k = 0; k < 4; ++k) {
-    const __m128i found = column_sums(w.bytes[k]);
-    sum = _mm_add_epi16(sum, found);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(counts[k]), found);
-  }
-  const __m128i pairs = _mm_madd_epi16(sum, _mm_set1_epi16(1));
-  const __m128i fours = _mm_add_epi32(pairs, _mm_shuffle_epi32(pairs, 0x4e));
-  const int total = _mm_cvtsi128_si32(_mm_add_epi32(fours, _mm_shuffle_epi32(fours, 0xb1)));
-  if (total != expected) return false;
-  uint64_t* bins = s.histogram + s.window - 1022 + kBinOfZero;
-  for (int k = 0; k < 8; ++k) {
-    bins[2 * k] += counts[0][k];
-    bins[2 * k + 1] += counts[1][k];
-    bins[16 + 2 * k] += counts[2][k];
-    bins[16 + 2 * k + 1] += counts[3][k];
-  }
-  return true;
-}
-
-// The slow way for a block whose errors are not all in the window, which it moves.
-template <class C, class R>
-__attribute__((noinline)) void count_exponents(State& s, const C* c, const R* r, int count) {
-  double largest = 0;
-  for (int i = 0; i < count; ++i) {
-    if (!is_finite(c[i]) || !is_finite(round_to<C>(r[i]))) continue;
-    const double size = std::fabs(to_double(c[i]) - to_double(r[i]));
-    ++s.histogram[exponent_bin(size)];
-    if (size > largest) largest = size;
-  }
-  const auto field = static_cast<int>(bit_cast<uint64_t>(largest) >> 52);
-  // the largest field but one, so that a somewhat larger error stays inside; never field 0,
-  // which is that of 0 and of subnormal numbers
-  s.window = field > 31 ? (field < 2047 ? field - 30 : 2047 - 31) : 1;
-}
 
 // ------------------------------------------------------------------ one step of 16 elements
 
@@ -350,16 +273,24 @@ RECONCILE_AVX512_INLINE Lanes ulps(Running& t, const Codes<C>& c, const Codes<C>
     moved = _mm512_kunpackb(_mm512_test_epi64_mask(q1, q1), _mm512_test_epi64_mask(q0, q0));
     ahead = above ^ negative;
   } else {
-    t.changed_bits = _mm512_or_si512(t.changed_bits, _mm512_xor_si512(c.x, q.x));
-    const __m512i signs = _mm512_srai_epi32(q.x, 31);
-    const __m512i c0 = order<C>(c.x, _mm512_srai_epi32(c.x, 31)), q0 = order<C>(q.x, signs);
-    const __m512i d = _mm512_sub_epi32(_mm512_max_epi32(c0, q0), _mm512_min_epi32(c0, q0));
-    t.max_ulp = _mm512_max_epu32(t.max_ulp, d);
-    differ = _mm512_test_epi32_mask(d, d);
-    over = _mm512_cmpgt_epu32_mask(d, _mm512_set1_epi32(1));
-    // the sign of a reference that became 0 is that of its code
-    ahead = _mm512_cmpgt_epi32_mask(c0, q0) ^ _mm512_movepi32_mask(q.x);
-    moved = kIsExact<C, R> ? _mm512_test_epi32_mask(q0, q0) : nonzero(r) & finite;
+    const __m512i changed = _mm512_xor_si512(c.x, q.x);
+    t.changed_bits = _mm512_or_si512(t.changed_bits, changed);
+    __m512i distance;
+    if (__builtin_expect(_mm512_movepi32_mask(changed) == 0, 1)) {  // each has its sign on both sides
+      distance = _mm512_abs_epi32(_mm512_sub_epi32(c.x, q.x));
+      ahead = _mm512_cmpgt_epi32_mask(c.x, q.x);  // larger codes are farther from 0
+    } else {
+      const __m512i c0 = order<C>(c.x, _mm512_srai_epi32(c.x, 31));
+      const __m512i q0 = order<C>(q.x, _mm512_srai_epi32(q.x, 31));
+      distance = _mm512_sub_epi32(_mm512_max_epi32(c0, q0), _mm512_min_epi32(c0, q0));
+      // the sign of a reference that became 0 is that of its code
+      ahead = _mm512_cmpgt_epi32_mask(c0, q0) ^ _mm512_movepi32_mask(q.x);
+    }
+    t.max_ulp = _mm512_max_epu32(t.max_ulp, distance);
+    differ = _mm512_test_epi32_mask(distance, distance);
+    over = _mm512_cmpgt_epu32_mask(distance, _mm512_set1_epi32(1));
+    const __m512i magnitude = _mm512_set1_epi32(kMagnitude<C>);
+    moved = kIsExact<C, R> ? _mm512_test_epi32_mask(q.x, magnitude) : nonzero(r) & finite;
   }
   const __mmask16 sided = differ & moved;
   t.differing += __builtin_popcount(differ);
@@ -449,8 +380,8 @@ __attribute__((noinline)) void count_nonfinite_lanes(State& s, unsigned lanes, c
 }
 
 template <class C, class R, bool kFull>
-RECONCILE_AVX512_INLINE void step(State& s, Running& t, Window& window, const C* c, const R* r,
-                                  int count, int64_t place, int64_t column, int64_t first_column) {
+RECONCILE_AVX512_INLINE void step(State& s, Running& t, const C* c, const R* r, int count,
+                                  int64_t place, int64_t column, int64_t first_column) {
   const auto mask = static_cast<__mmask16>(kFull ? 0xffff : (1u << count) - 1);
   const auto cv = Vector<C, kFull>::load(c, mask);
   const auto rv = Vector<R, kFull>::load(r, mask);
@@ -466,15 +397,8 @@ RECONCILE_AVX512_INLINE void step(State& s, Running& t, Window& window, const C*
   const Doubles error = {_mm512_sub_pd(cd.lo, rd.lo), _mm512_sub_pd(cd.hi, rd.hi)};
   const Doubles size = {_mm512_abs_pd(error.lo), _mm512_abs_pd(error.hi)};
   sum_up<C, R>(t, cd, rd, error, size);
-  window.add(size.lo);
-  window.add(size.hi);
   __mmask16 found;
   if constexpr (kIsWide<C> || kIsWide<R>) {
-    if constexpr (!std::is_same_v<C, R>) {
-      const __m512d zero = _mm512_setzero_pd();
-      t.not_equal += __builtin_popcount(_mm512_cmp_pd_mask(size.lo, zero, _CMP_NEQ_OQ));
-      t.not_equal += __builtin_popcount(_mm512_cmp_pd_mask(size.hi, zero, _CMP_NEQ_OQ));
-    }
     found = may_be_maximum(t, size, rd, lanes);
   } else {
     __m512 single_c = cv.floats(), single_r = rv.floats();
@@ -483,10 +407,8 @@ RECONCILE_AVX512_INLINE void step(State& s, Running& t, Window& window, const C*
       single_r = _mm512_maskz_mov_ps(finite, single_r);
     }
     const __m512 single = _mm512_abs_ps(_mm512_sub_ps(single_c, single_r));
-    if constexpr (!std::is_same_v<C, R>) {
+    if constexpr (!std::is_same_v<C, R>)
       lanes.differ = _mm512_cmp_ps_mask(single, _mm512_setzero_ps(), _CMP_NEQ_OQ);
-      t.not_equal += __builtin_popcount(lanes.differ);
-    }
     found = may_be_maximum(t, single, single_r, lanes);
   }
   if (__builtin_expect(found != 0, 0)) {
@@ -570,23 +492,13 @@ RECONCILE_AVX512 void block(State& s, const C* c, const R* r, Block b, double (&
   s.finite += b.count;
   Running t{};
   set_thresholds(t, s, b.column);
-  Window window{};
-  window.start = _mm512_set1_epi64(4ll * s.window);
-  int i = 0;
   const int full = b.count / kLanes * kLanes;
-  while (i < full) {
-    const int stop = i + kWidenEvery * kLanes < full ? i + kWidenEvery * kLanes : full;
-    for (; i < stop; i += kLanes)
-      step<C, R, true>(s, t, window, c + i, r + i, kLanes, b.place + i, b.column + i, b.column);
-    window.widen();
-  }
-  if (i < b.count) {
-    step<C, R, false>(s, t, window, c + i, r + i, b.count - i, b.place + i, b.column + i, b.column);
-    window.widen();
-  }
+  for (int i = 0; i < full; i += kLanes)
+    step<C, R, true>(s, t, c + i, r + i, kLanes, b.place + i, b.column + i, b.column);
+  if (full < b.count)
+    step<C, R, false>(s, t, c + full, r + full, b.count - full, b.place + full, b.column + full,
+                      b.column);
   take<C, !kIsWide<C> && !kIsWide<R>>(s, t, sums);
-  const int64_t nonzero = std::is_same_v<C, R> ? t.differing : t.not_equal;
-  if (!take_window(s, window, nonzero)) count_exponents(s, c, r, b.count);
 }
 
 }  // namespace avx512

@@ -209,8 +209,7 @@ struct State {
   Maximum max_abs, max_rel;
   WorstList rows, columns;
   ExactSum sums[kSums];
-  uint64_t histogram[kBins] = {};
-  int window = 1023 - 31;  // where the SIMD path expects the exponent fields of |c - r| to begin
+  uint64_t histogram[kBins] = {};  // bin 0 for errors of 0, then one for each frexp exponent
 
   // The list of worst columns begins as it would end if all were right, so that it can be kept
   // while the elements pass, without a maximum for every column.
@@ -307,6 +306,15 @@ struct Block {
   int count;
   int64_t place, column;
 };
+
+// The exponents of |c - r| of finite elements.
+template <class C, class R>
+void count_exponents(State& s, const C* c, const R* r, int count) {
+  for (int i = 0; i < count; ++i) {
+    if (!is_finite(c[i]) || !is_finite(round_to<C>(r[i]))) continue;
+    ++s.histogram[exponent_bin(std::fabs(to_double(c[i]) - to_double(r[i])))];
+  }
+}
 
 // What is known after few elements: the first that count for the maxima, and whether the
 // reference varies.
@@ -433,7 +441,6 @@ RECONCILE_INLINE void block_of_chunks(State& s, const C* c, const R* r, Block bl
         examine(s, x.c[k], x.r[k], block.place + i + k, block.column + i + k);
       bar = s.bar(block.column);
     }
-    for (int k = 0; k < count; ++k) ++s.histogram[exponent_bin(size[k])];
     count_ulps(s, x);
   }
   for (int k = 0; k < kSums; ++k) sums[k] = folded(lanes[k]);

@@ -36,7 +36,7 @@ struct FusedStats {
   double sums[kSums];
   int64_t row[kWorst], column[kWorst];
   double row_nmse[kWorst], column_max[kWorst];
-  int64_t exponent[kBins], count[kBins];
+  int64_t exponent[kBins], count[kBins];  // there only if the histogram is asked for
 };
 
 }  // extern "C"
@@ -73,13 +73,18 @@ struct Share {
   explicit Share(int64_t columns) : state(columns) {}
 };
 
+struct Options {
+  int threads, level;
+  bool histogram;  // costs as much as the rest
+};
+
 template <class C, class R>
 using BlockFunction = void (*)(State&, const C*, const R*, Block, double (&)[kSums]);
 
 // Blocks `begin` ... `end` - 1, counted over all rows.
 template <class C, class R>
 void run(Share& share, const C* c, const R* r, Shape shape, int64_t begin, int64_t end,
-         BlockFunction<C, R> block) {
+         BlockFunction<C, R> block, bool histogram) {
   [[maybe_unused]] const DefaultFloatMode mode;
   State& s = share.state;
   const int64_t per_row = shape.blocks_of_row();
@@ -93,6 +98,7 @@ void run(Share& share, const C* c, const R* r, Shape shape, int64_t begin, int64
       const int64_t place = row * shape.columns + column;
       const auto count = static_cast<int>(left < kBlock ? left : kBlock);
       block(s, c + place, r + place, {count, place, column}, sums);
+      if (histogram) count_exponents(s, c + place, r + place, count);
       for (const int name : {kAbs, kCandidate, kDot}) s.sums[name].add(sums[name]);
       if (per_row > 1) part.error.add(sums[kError]), part.power.add(sums[kPower]);
     }
@@ -131,7 +137,7 @@ void join_rows(State& s, std::vector<Share>& shares) {
   finish();
 }
 
-void write(const State& s, FusedStats* out) {
+void write(const State& s, bool histogram, FusedStats* out) {
   out->finite = s.finite;
   out->nan_candidate = s.nan_candidate, out->inf_candidate = s.inf_candidate;
   out->nan_reference = s.nan_reference, out->inf_reference = s.inf_reference;
@@ -150,7 +156,7 @@ void write(const State& s, FusedStats* out) {
     out->column[k] = s.columns.place[k], out->column_max[k] = s.columns.value[k];
   }
   out->bins = 0;
-  for (int k = 1; k < kBins; ++k) {
+  for (int k = 1; histogram && k < kBins; ++k) {
     if (s.histogram[k] == 0) continue;
     out->exponent[out->bins] = k - kBinOfZero;
     out->count[out->bins++] = static_cast<int64_t>(s.histogram[k]);
@@ -176,19 +182,20 @@ BlockFunction<C, R> chosen([[maybe_unused]] int level) {
 }
 
 template <class C, class R>
-void compare(const void* candidate, const void* reference, Shape shape, int threads, int level,
+void compare(const void* candidate, const void* reference, Shape shape, Options options,
              FusedStats* out) {
   const auto* c = static_cast<const C*>(candidate);
   const auto* r = static_cast<const R*>(reference);
-  const BlockFunction<C, R> block = chosen<C, R>(level);
+  const BlockFunction<C, R> block = chosen<C, R>(options.level);
   const int64_t blocks = shape.blocks();
-  const int64_t count = threads < 1 ? 1 : (threads < blocks ? threads : blocks);
+  const int64_t threads = options.threads < 1 ? 1 : options.threads;
+  const int64_t count = threads < blocks ? threads : blocks;
   std::vector<Share> shares;
   shares.reserve(static_cast<size_t>(count));
   for (int64_t t = 0; t < count; ++t) shares.emplace_back(shape.columns);
   const auto work = [&](int64_t t) {
     run<C, R>(shares[static_cast<size_t>(t)], c, r, shape, blocks * t / count,
-              blocks * (t + 1) / count, block);
+              blocks * (t + 1) / count, block, options.histogram);
   };
   std::vector<std::thread> others;
   int64_t mine = 1;  // share 0 and those for which the system gave no thread
@@ -202,17 +209,17 @@ void compare(const void* candidate, const void* reference, Shape shape, int thre
   State& total = shares[0].state;
   for (int64_t t = 1; t < count; ++t) total.merge(shares[static_cast<size_t>(t)].state);
   join_rows(total, shares);
-  write(total, out);
+  write(total, options.histogram, out);
 }
 
 template <class C>
-void with_reference(int dtype, const void* c, const void* r, Shape shape, int threads, int level,
+void with_reference(int dtype, const void* c, const void* r, Shape shape, Options options,
                     FusedStats* out) {
   switch (dtype) {
-    case 0: return compare<C, Float64>(c, r, shape, threads, level, out);
-    case 1: return compare<C, Float32>(c, r, shape, threads, level, out);
-    case 2: return compare<C, BFloat16>(c, r, shape, threads, level, out);
-    default: return compare<C, Float16>(c, r, shape, threads, level, out);
+    case 0: return compare<C, Float64>(c, r, shape, options, out);
+    case 1: return compare<C, Float32>(c, r, shape, options, out);
+    case 2: return compare<C, BFloat16>(c, r, shape, options, out);
+    default: return compare<C, Float16>(c, r, shape, options, out);
   }
 }
 
@@ -224,25 +231,26 @@ int reconcile_fused_level() { return best_level(); }
 
 // Dtypes: 0 float64, 1 float32, 2 bfloat16, 3 float16. Both arrays are contiguous
 // [rows, columns] with at least one element. `level` asks for at most these instructions: 2
-// AVX-512, 1 AVX2, 0 what every processor has. Returns 0, or 1 where memory ran out.
+// AVX-512, 1 AVX2, 0 what every processor has. The histogram is empty unless asked for. Returns 0,
+// or 1 where memory ran out.
 int reconcile_fused_stats(int candidate_dtype, const void* candidate, int reference_dtype,
                           const void* reference, int64_t rows, int64_t columns, int threads,
-                          int level, FusedStats* out) {
+                          int level, int histogram, FusedStats* out) {
   const Shape shape{rows, columns};
-  const int use = level < best_level() ? level : best_level();
+  const Options options{threads, level < best_level() ? level : best_level(), histogram != 0};
   try {
     switch (candidate_dtype) {
       case 0:
-        with_reference<Float64>(reference_dtype, candidate, reference, shape, threads, use, out);
+        with_reference<Float64>(reference_dtype, candidate, reference, shape, options, out);
         break;
       case 1:
-        with_reference<Float32>(reference_dtype, candidate, reference, shape, threads, use, out);
+        with_reference<Float32>(reference_dtype, candidate, reference, shape, options, out);
         break;
       case 2:
-        with_reference<BFloat16>(reference_dtype, candidate, reference, shape, threads, use, out);
+        with_reference<BFloat16>(reference_dtype, candidate, reference, shape, options, out);
         break;
       default:
-        with_reference<Float16>(reference_dtype, candidate, reference, shape, threads, use, out);
+        with_reference<Float16>(reference_dtype, candidate, reference, shape, options, out);
     }
   } catch (const std::exception&) {
     return 1;

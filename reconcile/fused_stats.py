@@ -84,11 +84,13 @@ class Totals(NamedTuple):
     worst_rows: Pairs
     worst_columns: Pairs
     histogram: tuple[tuple[int, int], ...]
+    """Empty unless asked for."""
 
 
 # struct FusedStats of fused_stats.cpp: a fixed head, then two arrays of which `bins` entries count
 _HEAD = struct.Struct(f"=11q Q 6q 5d {len(SUMS)}d {2 * _WORST}q {2 * _WORST}d")
 _ARRAY = 8 * _BINS
+_Head = ctypes.c_char * _HEAD.size
 _Buffer = ctypes.c_char * (_HEAD.size + 2 * _ARRAY)
 
 
@@ -105,7 +107,12 @@ def implementation() -> str:
 
 
 def measure(
-    candidate: Tensor, reference: Tensor, *, threads: int | None = None, level: str = LEVELS[-1]
+    candidate: Tensor,
+    reference: Tensor,
+    *,
+    histogram: bool = False,
+    threads: int | None = None,
+    level: str = LEVELS[-1],
 ) -> Totals | None:
     """Totals of ``candidate`` against ``reference``; None where the native pass cannot have them.
 
@@ -116,37 +123,38 @@ def measure(
     Args:
         candidate: any shape with at least one element; a row is its last dimension.
         reference: the same shape.
+        histogram: whether to fill in ``Totals.histogram``, which costs as much as the rest.
         threads: torch's number by default, or 1 for pairs below `THREADS_FROM_BYTES`.
         level: the best instructions to use, where the processor has them; one of `LEVELS`.
 
     Raises:
         MemoryError: no memory for the totals of each thread.
     """
-    if not (_is_plain(candidate) and _is_plain(reference)):
-        return None
+    c_dtype, r_dtype = _plain_dtype(candidate), _plain_dtype(reference)
     library = _load()[0]
-    if library is None:
+    if c_dtype is None or r_dtype is None or library is None:
         return None
     c, r = candidate.resolve_neg().contiguous(), reference.resolve_neg().contiguous()
-    columns = c.shape[-1] if c.dim() else 1
+    n, columns = c.numel(), c.shape[-1] if c.dim() else 1
     if threads is None:
         small = c.nbytes + r.nbytes <= THREADS_FROM_BYTES
         threads = 1 if small else torch.get_num_threads()
-    found = _Buffer()
+    found = _Buffer() if histogram else _Head()
     failed = library.reconcile_fused_stats(
-        _DTYPES[c.dtype],
+        c_dtype,
         c.data_ptr(),
-        _DTYPES[r.dtype],
+        r_dtype,
         r.data_ptr(),
-        c.numel() // columns,
+        n // columns,
         columns,
         threads,
         LEVELS.index(level),
+        histogram,
         found,
     )
     if failed:
         raise MemoryError(f"no memory to compare {list(c.shape)} with {threads} threads")
-    return _totals(found, c.numel())
+    return _totals(found, n)
 
 
 def exact_sum(values: Tensor) -> float:
@@ -171,53 +179,78 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
         return None, str(error)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     call = library.reconcile_fused_stats
-    call.argtypes = [number, pointer, number, pointer, size, size, number, number, pointer]
+    shape, options = [size, size], [number, number, number]
+    call.argtypes = [number, pointer, number, pointer, *shape, *options, pointer]
     call.restype = library.reconcile_fused_level.restype = number
     library.reconcile_exact_sum.argtypes = [pointer, size]
     library.reconcile_exact_sum.restype = ctypes.c_double
     return library, ""
 
 
-def _is_plain(x: Tensor) -> bool:
-    return x.dtype in _DTYPES and x.device.type == "cpu" and x.layout == torch.strided
+def _plain_dtype(x: Tensor) -> int | None:
+    """The number of the dtype, or None where the native code cannot read the tensor."""
+    return _DTYPES.get(x.dtype) if x.is_cpu and x.layout is torch.strided else None
 
 
 def _totals(found: ctypes.Array[ctypes.c_char], n: int) -> Totals:
     head = _HEAD.unpack_from(found)
-    whole, real, places, values = head[:18], head[18:28], head[28:38], head[38:]
-    rows, columns, bins = whole[15:]
-    exponents = struct.unpack_from(f"={bins}q", found, _HEAD.size)
-    counts = struct.unpack_from(f"={bins}q", found, _HEAD.size + _ARRAY)
+    (
+        finite,
+        nan_candidate,
+        inf_candidate,
+        nan_reference,
+        inf_reference,
+        mismatch,
+        mismatch_place,
+        bitwise_equal,
+        differing,
+        over_1ulp,
+        bias,
+        max_ulp,
+        max_abs_place,
+        max_rel_place,
+        reference_constant,
+        rows,
+        columns,
+        bins,
+        max_abs,
+        max_abs_candidate,
+        max_abs_reference,
+        max_rel,
+        reference_amax,
+    ) = head[:23]
+    places, values = head[28:38], head[38:]
+    histogram: tuple[tuple[int, int], ...] = ()
+    if bins:
+        exponents = struct.unpack_from(f"={bins}q", found, _HEAD.size)
+        counts = struct.unpack_from(f"={bins}q", found, _HEAD.size + _ARRAY)
+        histogram = tuple(zip(exponents, counts, strict=True))
     return Totals(
-        n=n,
-        finite=whole[0],
-        nan_candidate=whole[1],
-        inf_candidate=whole[2],
-        nan_reference=whole[3],
-        inf_reference=whole[4],
-        mismatch=whole[5],
-        mismatch_place=_place(whole[6]),
-        bitwise_equal=bool(whole[7]),
-        differing=whole[8],
-        over_1ulp=whole[9],
-        bias=whole[10],
-        max_ulp=whole[11],
-        max_abs_place=_place(whole[12]),
-        max_rel_place=_place(whole[13]),
-        reference_constant=bool(whole[14]),
-        max_abs=real[0],
-        max_abs_candidate=real[1],
-        max_abs_reference=real[2],
-        max_rel=real[3],
-        reference_amax=real[4],
-        sums=real[5:],
-        worst_rows=tuple(zip(places[:rows], values[:rows], strict=True)),
-        worst_columns=tuple(
+        n,
+        finite,
+        nan_candidate,
+        inf_candidate,
+        nan_reference,
+        inf_reference,
+        mismatch,
+        None if mismatch_place < 0 else mismatch_place,
+        bool(bitwise_equal),
+        differing,
+        over_1ulp,
+        bias,
+        max_ulp,
+        max_abs,
+        None if max_abs_place < 0 else max_abs_place,
+        max_abs_candidate,
+        max_abs_reference,
+        max_rel,
+        None if max_rel_place < 0 else max_rel_place,
+        reference_amax,
+        bool(reference_constant),
+        head[23:28],
+        tuple(zip(places[:rows], values[:rows], strict=True)),
+        tuple(
             zip(places[_WORST : _WORST + columns], values[_WORST : _WORST + columns], strict=True)
         ),
-        histogram=tuple(zip(exponents, counts, strict=True)),
+        histogram,
     )
-
-
-def _place(place: int) -> int | None:
-    return None if place < 0 else place

@@ -81,7 +81,7 @@ class ErrorStats:
     reference_constant: bool
     """Whether all elements of r are equal, so that a permutation would not show."""
     histogram: tuple[tuple[int, int], ...] = ()
-    """Pairs (e, count): elements with 2^(e-1) <= |c - r| < 2^e."""
+    """Pairs (e, count): elements with 2^(e-1) <= |c - r| < 2^e; empty unless asked for."""
     worst_rows: tuple[tuple[int, float], ...] = ()
     """Pairs (row, nmse) of the worst rows, worst first."""
     worst_columns: tuple[tuple[int, float], ...] = ()
@@ -98,12 +98,13 @@ class ErrorStats:
         return {name: _listed(value) for name, value in asdict(self).items()}
 
 
-def error_stats(candidate: Tensor, reference: Tensor) -> ErrorStats:
+def error_stats(candidate: Tensor, reference: Tensor, *, histogram: bool = False) -> ErrorStats:
     """Statistics of ``candidate`` against ``reference``.
 
     Args:
         candidate: float64, float32, bfloat16 or float16, any shape with at least one element.
         reference: the same shape, floating point; the only one that divides.
+        histogram: whether to count the exponents of the errors too, which takes as long again.
 
     Raises:
         ValueError: shapes differ (nothing is broadcast), nothing to compare, or another dtype.
@@ -123,13 +124,15 @@ def error_stats(candidate: Tensor, reference: Tensor) -> ErrorStats:
             f"expected a candidate in one of {', '.join(map(str, CANDIDATE_DTYPES))} and a "
             f"floating-point reference, got {candidate.dtype} and {reference.dtype}"
         )
-    c, r = candidate.detach(), reference.detach()
-    return _statistics(measure(c, r) or _torch_totals(c, r), tuple(c.shape))
+    total = measure(candidate, reference, histogram=histogram)
+    if total is None:
+        total = _torch_totals(candidate.detach(), reference.detach(), histogram=histogram)
+    return _statistics(total, tuple(candidate.shape))
 
 
-def _torch_totals(candidate: Tensor, reference: Tensor) -> Totals:
+def _torch_totals(candidate: Tensor, reference: Tensor, *, histogram: bool = False) -> Totals:
     """What `measure` gives, in torch operators on chunks of rows; on any device."""
-    total = _Accumulator(candidate.shape[-1] if candidate.dim() else 1)
+    total = _Accumulator(candidate.shape[-1] if candidate.dim() else 1, histogram)
     for start, c, r in _row_chunks(candidate, reference):
         total.add(start, c, r)
     return total.result()
@@ -147,8 +150,9 @@ def _row_chunks(candidate: Tensor, reference: Tensor) -> Iterator[tuple[int, Ten
 class _Accumulator:
     """Running totals over chunks of rows."""
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, with_histogram: bool) -> None:
         self.columns = columns
+        self.with_histogram = with_histogram
         self.counts: Counter[str] = Counter()
         self.sums: tuple[list[float], ...] = tuple([] for _ in SUMS)
         self.max_abs = _Maximum()
@@ -207,6 +211,10 @@ class _Accumulator:
             values = r[finite]
             self.lowest = min(self.lowest, float(values.min()))
             self.highest = max(self.highest, float(values.max()))
+        if self.with_histogram:
+            self._exponents(size)
+
+    def _exponents(self, size: Tensor) -> None:
         sizes = size[size > 0]
         exponents = torch.frexp(sizes).exponent
         exponents[sizes.isinf()] = 1025  # 2^1024 and more

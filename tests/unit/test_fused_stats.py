@@ -46,13 +46,15 @@ def different(a, b):
 def ways(candidate, reference):
     """Every way that must give the same totals."""
     return {
-        f"{level}, {threads} threads": measure(candidate, reference, threads=threads, level=level)
+        f"{level}, {threads} threads": measure(
+            candidate, reference, histogram=True, threads=threads, level=level
+        )
         for level, threads in (*zip(LEVELS, (1, 2, 3), strict=True), ("avx512", 1), ("avx512", 2))
     }
 
 
 def assert_same(candidate, reference):
-    expected = metrics._torch_totals(candidate, reference)
+    expected = metrics._torch_totals(candidate, reference, histogram=True)
     for name, found in ways(candidate, reference).items():
         assert found is not None
         assert not different(found, expected), name
@@ -209,10 +211,22 @@ def test_16_bit_codes_and_what_lies_between_them(pair):
 def test_the_chunks_of_the_torch_code_change_no_bit(make, shape, monkeypatch):
     c, r = make(shape, 4)
     c = round_to(c, BF16)
-    expected = measure(c, r)
+    expected = measure(c, r, histogram=True)
     for rows in (1, 2, 3, 17):
         monkeypatch.setattr(metrics, "CHUNK", rows * shape[-1])
-        assert not different(metrics._torch_totals(c, r), expected), rows
+        found = metrics._torch_totals(c, r, histogram=True)
+        assert not different(found, expected), rows
+
+
+@needs_native
+def test_only_a_histogram_that_is_asked_for_is_counted():
+    c, r = near((20, 1030), 6)
+    without, with_it = measure(c, r), measure(c, r, histogram=True)
+    assert without.histogram == ()
+    assert sum(count for _, count in with_it.histogram) == int((c != r).sum())
+    assert different(without, with_it).keys() == {"histogram"}
+    assert not different(metrics._torch_totals(c, r), without)
+    assert error_stats(c, r, histogram=True).histogram == with_it.histogram
 
 
 @needs_native
