@@ -293,7 +293,7 @@ def random_weight(
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
         return DenseWeight(tensor=values.to(like.tensor.dtype), name="synthetic")
     form = like.format
-    if shape[form.packing.dim] % form.packing.per_byte and not form.packing.pad:
+    if not form.packing.fits(shape):
         return None
     finite = torch.tensor(_finite_codes(form))
     codes = finite[torch.randint(len(finite), shape, generator=generator)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from reconcile.contract import DTYPES
 from reconcile.exceptions import FormatError
 from reconcile.rounding import round_to
+from reconcile.tile import DIGITS, Tile
 
 Shape = tuple[int, int]
 
@@ -30,32 +31,66 @@ class Packing:
     With ``g = 8 // bits`` codes per byte along the packed dimension of length L and
     U = ceil(L / g) bytes, logical index i lives in byte ``u`` and slot ``s``:
     ``interleaved``: u = i // g, s = i % g; ``planar``: u = i % U, s = i // U. Slot s occupies
-    bits ``bits*s ...`` from the low end (``low_first``) or from the high end.
+    bits ``bits*s ...`` from the low end (``low_first``) or from the high end. ``tiled``: as
+    ``tile`` says.
     """
 
     bits: int
     """Bits per code; divides 8."""
     dim: Literal[0, 1]
     """Packed dimension: 0 = N (output rows), 1 = K (input columns)."""
-    arrangement: Literal["interleaved", "planar"]
-    """Whether neighbours share a byte, or codes that are U apart do."""
+    arrangement: Literal["interleaved", "planar", "tiled"]
+    """Whether neighbours share a byte, or codes that are U apart do, or a `Tile` places them."""
     low_first: bool = True
     """Whether slot 0 is in the least significant bits."""
     pad: bool = False
     """Whether a length that is no multiple of g is padded with code 0 (else it is refused)."""
+    tile: Tile | None = None
+    """The index map of arrangement ``tiled``."""
 
     def __post_init__(self) -> None:
-        """Reject a code that does not fill bytes."""
+        """Reject a code that does not fill bytes, and a tile without need."""
+        if (self.tile is not None) != (self.arrangement == "tiled"):
+            raise ValueError(
+                f"packing: a tile belongs to arrangement 'tiled', got {self.arrangement!r}"
+            )
+        if self.tile is not None and (self.bits, self.dim, self.pad) != (2, 1, False):
+            raise ValueError("packing: a tile has codes of 2 bits along K and no padding")
         if self.bits not in (1, 2, 4, 8):
             raise ValueError(f"packing.bits: expected 1, 2, 4 or 8, got {self.bits}")
 
     @property
     def per_byte(self) -> int:
         """Codes per byte."""
-        return 8 // self.bits
+        return 8 // self.bits if self.tile is None else DIGITS[self.tile.base]
+
+    @property
+    def codes(self) -> int:
+        """Number of different codes."""
+        return 1 << self.bits if self.tile is None else self.tile.base
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether a weight of this logical shape can be stored."""
+        try:
+            self.stored_shape(shape)
+        except FormatError:
+            return False
+        return True
+
+    def rounded_up(self, shape: Shape) -> Shape:
+        """The smallest shape that holds ``shape`` and can be stored without padding."""
+        steps = [1, 1]
+        if self.tile is not None:
+            steps = [self.tile.rows, self.tile.columns]
+        else:
+            steps[self.dim] = self.per_byte
+        n, k = (-(-size // step) * step for size, step in zip(shape, steps, strict=True))
+        return n, k
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Shape of the byte tensor for logical ``shape``; FormatError for an odd tail."""
+        if self.tile is not None:
+            return self.tile.stored_shape(shape)
         length = shape[self.dim]
         if length % self.per_byte and not self.pad:
             raise FormatError(
@@ -78,6 +113,8 @@ class Packing:
                 f"expected uint8 {list(expected)} for a weight of shape {list(shape)}, got "
                 f"{_describe(stored)}"
             )
+        if self.tile is not None:
+            return self.tile.unpack(stored, shape)
         mask = (1 << self.bits) - 1
         slots = [(stored >> shift) & mask for shift in self._shifts()]
         if self.arrangement == "planar":
@@ -90,6 +127,9 @@ class Packing:
         """Logical codes, uint8 [N, K], to bytes; FormatError for a code of too many bits."""
         if codes.dtype != torch.uint8 or codes.dim() != 2:
             raise FormatError(f"expected codes as uint8 [N, K], got {_describe(codes)}")
+        if self.tile is not None:
+            _refuse(codes >= self.codes, codes, f"a code of {self.codes} or more")
+            return self.tile.pack(codes)
         _refuse(codes >> self.bits != 0, codes, f"a code of more than {self.bits} bits")
         shape = (int(codes.shape[0]), int(codes.shape[1]))
         units = self.stored_shape(shape)[self.dim]
@@ -149,9 +189,9 @@ class Format:
                 f"{self.name}: a block belongs to granularity 'block' and is at least 1 x 1, got "
                 f"{self.block} with {self.granularity!r}"
             )
-        if len(self.table) != 1 << self.packing.bits:
+        if len(self.table) != self.packing.codes:
             raise ValueError(
-                f"{self.name}: expected a table of {1 << self.packing.bits} values for codes of "
+                f"{self.name}: expected a table of {self.packing.codes} values for codes of "
                 f"{self.packing.bits} bits, got {len(self.table)}"
             )
 
@@ -209,8 +249,10 @@ class Format:
 
     def check_codes(self, codes: Tensor, name: str = "weight") -> None:
         """FormatError that counts the invalid codes and names the first one's place."""
-        for code in sorted(self.invalid):
-            _refuse(codes == code, codes, f"{name}: invalid code in format {self.name}")
+        if self.invalid:
+            refused = torch.zeros(len(self.table), dtype=torch.bool, device=codes.device)
+            refused[sorted(self.invalid)] = True
+            _refuse(refused[codes.long()], codes, f"{name}: invalid code in format {self.name}")
 
 
 def _is_negative_zero(value: float) -> bool:

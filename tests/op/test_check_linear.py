@@ -15,7 +15,15 @@ from reconcile.probes import random_weight, synthetic
 from reconcile.report import Reason, Verdict
 from reconcile.weight import QuantizedWeight
 
-FORMATS = sorted(registry.formats())
+OF_OTHER_ENGINES = {
+    f"ternary_{name}"
+    for name in ["bytes", "i2_s_arm", "i2_s_rows", "i2_s_x86", "int8", "ms_gpu", "tq1_0", "tq2_0"]
+}
+"""They differ from the ternary formats that have kernels here in where their codes lie, only."""
+FORMATS = [
+    pytest.param(name, marks=pytest.mark.slow) if name in OF_OTHER_ENGINES else name
+    for name in sorted(registry.formats())
+]
 SEEDS = 5
 SHAPE = (192, 256)
 

@@ -424,14 +424,20 @@ EXAMPLES = re.findall(r"^```example (\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.D
 
 
 def rows_of(text, kind):
-    return [[kind(item) for item in row.split()] for row in text.split("/")]
+    """Rows apart by ``/``; ``-1*30`` stands for thirty times -1."""
+    return [[value for item in row.split() for value in run(item, kind)] for row in text.split("/")]
+
+
+def run(item, kind):
+    value, _, count = item.partition("*")
+    return [kind(value)] * int(count or 1)
 
 
 def test_the_page_has_a_section_and_an_example_for_every_format():
     sections = re.findall(r"^## ((?:ternary|fp8|mxfp8)_\w+)$", PAGE, re.MULTILINE)
     assert sorted(sections) == sorted(formats())
     assert {name for name, _ in EXAMPLES} == set(formats())
-    assert len(EXAMPLES) == 12
+    assert len(EXAMPLES) == 20
 
 
 def hexadecimal(digits):
@@ -455,7 +461,7 @@ def test_an_example_of_the_page_is_what_the_code_does(name, text):
         if form.scale_encoding == "e8m0":
             scale = torch.tensor(rows_of(lines["scale"], hexadecimal), dtype=torch.uint8)
         else:
-            scale = torch.tensor(rows_of(lines["scale"], float))
+            scale = torch.tensor(rows_of(lines["scale"], float)).to(form.scale_dtypes[0])
         scale = scale if form.granularity == "block" else scale[0]
         block = tuple(rows_of(lines["block"], int)[0]) if "block" in lines else None
         values = quantized(form, weight, scale, block=block).dequantize()

@@ -28,9 +28,8 @@ def legal(form, shape, seed, number=None):
     Blocks are cut at the edge; scales of E8M0 hold the bytes 0 and 255 also.
     """
     rng = np.random.default_rng(seed)
-    per_byte = form.packing.per_byte
-    if form.packing.dim == 1 and shape[1] % per_byte:
-        shape = (shape[0], per_byte * shape[1])
+    if not form.packing.fits(shape):
+        shape = form.packing.rounded_up(shape)
     allowed = sorted(set(range(len(form.table))) - form.invalid)
     codes = torch.tensor(rng.choice(allowed, shape).astype(np.uint8))
     block = form.block and ((1, 32) if form.block[0] == 1 else (16, 32))
@@ -41,9 +40,10 @@ def legal(form, shape, seed, number=None):
         if scales.numel() > 3:
             scales.view(-1)[1], scales.view(-1)[3] = 0, 255
     else:
-        scales = torch.tensor(np.exp(rng.normal(-2, 1, grid)), dtype=torch.float32)
+        dtype = form.scale_dtypes[0]
+        scales = torch.tensor(np.exp(rng.normal(-2, 1, grid))).to(dtype)
         if number is not None:
-            scales = torch.full(grid, number)
+            scales = torch.full(grid, min(number, torch.finfo(dtype).max)).to(dtype)
     return QuantizedWeight.from_tensors(
         form.pack(codes), scales, format=form, shape=shape, block=block
     )
