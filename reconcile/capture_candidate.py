@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from reconcile.exceptions import TraceError
 from reconcile.linears import BaselineLinear, ReferenceLinear
-from reconcile.passes import provenance, record, tapped_modules
+from reconcile.passes import record, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_from_facts, record_to_facts
 from reconcile.ports import ports
+from reconcile.provenance import provenance
 from reconcile.replay import Call, KernelFailureError, KernelLinear, Prepared, repeated
 from reconcile.report import Reason
 from reconcile.rounding import bitwise_equal
@@ -83,6 +84,8 @@ def capture_candidate(
                 trace.passes.append(_chain(plan, model, ops, ready, tokens, key))
     calls = sum(m.calls for m in model.modules() if isinstance(m, KernelLinear))
     trace.facts["calls_in_model"] = calls
+    # again, now that the kernel has loaded its libraries
+    trace.provenance = provenance(plan, plan.config.name, command)
     return trace
 
 

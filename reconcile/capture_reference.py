@@ -22,10 +22,11 @@ from reconcile.limits import gamma
 from reconcile.linears import BaselineLinear, ReferenceLinear
 from reconcile.metrics import nmse
 from reconcile.model_metrics import model_stats
-from reconcile.passes import provenance, record, tapped_modules
+from reconcile.passes import record, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_to_facts
 from reconcile.ports import logits_tap, output_tap, ports
+from reconcile.provenance import provenance
 from reconcile.rounding import round_to
 from reconcile.suspect import weight_facts
 from reconcile.taps import forced_inputs

@@ -119,6 +119,10 @@ class GateConfig:
     allow_inconclusive: tuple[Allowance, ...] = ()
 
 
+_NOT_IN_FILES = ("base", "file", "seed")
+"""Fields of `Case` that no case file may set."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A whole case file."""
@@ -133,6 +137,8 @@ class Case:
     gate: GateConfig = GateConfig()
     base: Path = Path()
     """Directory of the case file; set by `load_case`."""
+    file: Path | None = None
+    """The case file; set by `load_case`."""
     seed: int = 0
     """Seed of the random perturbations (``--seed``)."""
 
@@ -193,7 +199,7 @@ def load_case(path: Path | str) -> Case:
         body = found if isinstance(found, dict) else {}
         if not body:
             raise ConfigError(f"{file}: has no [tool.reconcile]")
-    for reserved in ("base", "seed"):
+    for reserved in _NOT_IN_FILES:
         if reserved in body:
             raise ConfigError(
                 f"{file}: unknown key {reserved!r}: {nearest(reserved, _keys(Case, ()))}"
@@ -204,7 +210,7 @@ def load_case(path: Path | str) -> Case:
         raise ConfigError(f"{file}: {_explain(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    return replace(case, base=file.resolve().parent)
+    return replace(case, base=file.resolve().parent, file=file)
 
 
 def _strictly(adapter: TypeAdapter[Kind], body: dict[str, Any]) -> Kind:
@@ -243,7 +249,7 @@ def _keys(root: type, table: tuple[str, ...]) -> list[str]:
     kind = root
     if root is Case:
         kind = _TABLES.get(table, Tolerance if table[:1] == ("limits",) else Case)
-    return [name for name in kind.__dataclass_fields__ if name not in ("base", "seed")]  # type: ignore[attr-defined]
+    return [name for name in kind.__dataclass_fields__ if name not in _NOT_IN_FILES]  # type: ignore[attr-defined]
 
 
 def _explain(error: ValidationError, root: type = Case) -> str:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import DTYPES, Contract
+from reconcile.examine import digest
 from reconcile.exceptions import ConfigError, KernelError, nearest
+from reconcile.gallery import Gallery
 from reconcile.judge import Finding
 from reconcile.kernel import Engine, FunctionKernel, Kernel, LinearSpec, choose_engine
 from reconcile.linears import DenseWeight, ReferenceLinear
@@ -33,8 +35,9 @@ from reconcile.probes import (
     random_rows,
     specials,
 )
+from reconcile.provenance import environment
 from reconcile.replay import Call, Prepared, repeated
-from reconcile.report import Coverage, Level, Reason, Report, Row, Verdict
+from reconcile.report import Coverage, Level, Provenance, Reason, Report, Row, Verdict
 from reconcile.rounding import bitwise_equal
 from reconcile.suspect import suspicions
 from reconcile.threads import few_threads
@@ -98,6 +101,23 @@ def check_linear(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(time.perf_counter() - started, 3),
         notices=tuple(notices),
+        provenance=(_provenance(subject, seed),),
+    )
+
+
+def _provenance(subject: _Subject, seed: int) -> Provenance:
+    """Of the kernel: the reference is this package's own arithmetic on the given weight."""
+    weight = subject.weight
+    stored = [weight.tensor] if isinstance(weight, DenseWeight) else [weight.codes, weight.scales]
+    named = weight.name or f"weight {list(weight.shape)}"
+    return environment(
+        subject.kernel.name,
+        str(subject.dtype).removeprefix("torch."),
+        "reconcile.check_linear",
+        subject.kernel,
+        model=named,
+        checkpoint_sha256=" ".join(digest(tensor) for tensor in stored),
+        seeds={"check_linear": seed},
     )
 
 
@@ -144,6 +164,8 @@ class _Subject:
     repeats: int
     latest: list[tuple[AnyWeight, Prepared | Call, ReferenceLinear]]
     """The weight under test and the last made-up one, each prepared and decoded once."""
+    gallery: Gallery
+    """Chooses the rows whose tensors are looked at closely."""
 
     def ready(self, weight: AnyWeight) -> tuple[Prepared | Call, ReferenceLinear]:
         """The prepared kernel, and the reference, for a weight."""
@@ -172,11 +194,21 @@ class _Subject:
             return Call(output=None, reason=Reason.NOT_RUN, text=support.reason)
         return Prepared.attempt(self.kernel, self.engine, weight, self.contract.output_dtype)
 
-    def row(self, check: str, shape: tuple[int, ...], finding: Finding) -> Row:
-        engine = self.engine
+    def row(
+        self,
+        check: str,
+        shape: tuple[int, ...],
+        finding: Finding,
+        weight: AnyWeight | None = None,
+    ) -> Row:
+        """A row; ``weight`` is the made-up one of a probe that has its own."""
+        engine, tap = self.engine, f"{self.weight.name or 'linear'}:out"
+        judged = self.weight if weight is None else weight
+        block = judged.format.block if isinstance(judged, QuantizedWeight) else None
+        finding = self.gallery.look(Level.OP, tap, check, finding, block)
         return Row(
             level=Level.OP,
-            tap=f"{self.weight.name or 'linear'}:out",
+            tap=tap,
             check=check,
             shape=shape,
             kernel=self.kernel.name,
@@ -190,6 +222,8 @@ class _Subject:
             stats={name: value for name, value in finding.stats.items() if name != "shape"},
             limits=finding.limits,
             utilisation=finding.utilisation,
+            digest=digest(finding.pair.candidate) if finding.pair else "",
+            evidence=finding.evidence,
         )
 
 
@@ -248,7 +282,7 @@ def _subject(
     if not isinstance(promised, Contract):
         raise ConfigError(f"contract: expected a reconcile.Contract, got {promised!r:.80}")
     chosen, note = choose_engine(subject, engine)
-    return _Subject(subject, chosen, note, judged, promised, dtype, repeats, [])
+    return _Subject(subject, chosen, note, judged, promised, dtype, repeats, [], Gallery())
 
 
 def _check_x(x: object, weight: AnyWeight, dtype: torch.dtype) -> None:
@@ -322,7 +356,7 @@ def _run(subject: _Subject, probe: Probe) -> Row | None:
     if call.reason is not None:
         finding = replace(finding, reason=call.reason, text=call.text)
     stats = finding.stats | {"sees": probe.sees}
-    return subject.row(probe.name, (m, n, k), replace(finding, stats=stats))
+    return subject.row(probe.name, (m, n, k), replace(finding, stats=stats), probe.weight)
 
 
 def _batch(subject: _Subject, seed: int) -> Row:

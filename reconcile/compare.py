@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reconcile.case import Tolerance
 from reconcile.contract import UNIT_ROUNDOFF
+from reconcile.gallery import Gallery
 from reconcile.judge import Finding, judge_fixed
 from reconcile.limits import FIXED_ATTENTION, FIXED_TOLERANCE
 from reconcile.mapping import Rule, map_trace
@@ -48,8 +49,9 @@ def compare(
     ours = map_trace(candidate, mapping).select(kind)
     theirs = reference.select(kind)
     rows: list[Row] = []
+    gallery = Gallery()
     for key in dict.fromkeys([*theirs, *ours]):
-        rows += _rows(key, ours.get(key), theirs.get(key), limits or {})
+        rows += _rows(key, ours.get(key), theirs.get(key), limits or {}, gallery)
     names = list(dict.fromkeys(row.tap for row in rows))
     missing = tuple(dict.fromkeys(row.tap for row in rows if row.reason is Reason.NOT_COMPARED))
     return Report(
@@ -63,12 +65,20 @@ def compare(
 
 
 def _rows(
-    key: str, ours: Pass | None, theirs: Pass | None, limits: Mapping[str, Tolerance]
+    key: str,
+    ours: Pass | None,
+    theirs: Pass | None,
+    limits: Mapping[str, Tolerance],
+    gallery: Gallery,
 ) -> list[Row]:
     c: Mapping[str, Tensor] = ours.tensors if ours else {}
     r: Mapping[str, Tensor] = theirs.tensors if theirs else {}
+
+    def judged(tap: str) -> Finding:
+        return gallery.look(Level.MODULE, tap, "chained", _finding(tap, c, r, limits))
+
     return [
-        to_row(Level.MODULE, Tap.parse(tap), "chained", key, _finding(tap, c, r, limits))
+        to_row(Level.MODULE, Tap.parse(tap), "chained", key, judged(tap))
         for tap in dict.fromkeys([*r, *c])
         if any(side[tap].is_floating_point() for side in (r, c) if tap in side)
     ]

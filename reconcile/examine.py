@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,9 +82,7 @@ def _size(c: Tensor, r: Tensor, rounded: Tensor) -> Tensor:
     return torch.where(size.isnan(), math.inf, size)
 
 
-def _worst(
-    c: Tensor, r: Tensor, rounded: Tensor, size: Tensor, pair: Pair
-) -> tuple[Element, ...]:
+def _worst(c: Tensor, r: Tensor, rounded: Tensor, size: Tensor, pair: Pair) -> tuple[Element, ...]:
     found = size.flatten().topk(min(MOST_ELEMENTS, size.numel()))
     elements = []
     for flat in found.indices[found.values > 0].tolist():
@@ -159,16 +157,14 @@ def _largest(value: Tensor, bin_rows: int, bin_columns: int) -> Tensor:
 def _histogram(size: Tensor, expected: Tensor) -> Histogram:
     seen, seen_zero = _by_exponent(size)
     right, right_zero = _by_exponent(expected)
-    return Histogram(
-        seen=seen, expected=right, seen_zero=seen_zero, expected_zero=right_zero
-    )
+    return Histogram(seen=seen, expected=right, seen_zero=seen_zero, expected_zero=right_zero)
 
 
 def _by_exponent(size: Tensor) -> tuple[tuple[tuple[int, int], ...], int]:
     """Pairs (e, count) of the finite sizes in [2^(e-1), 2^e), and the number of zeros."""
     finite = size[size.isfinite()]
     exponents = torch.frexp(finite[finite > 0]).exponent
-    bins, counts = exponents.unique(return_counts=True)
+    bins, counts = np.unique(exponents.numpy(), return_counts=True)
     pairs = zip(bins.tolist(), counts.tolist(), strict=True)
     return tuple((int(e), int(n)) for e, n in pairs), int((finite == 0).sum())
 
@@ -178,7 +174,7 @@ def _profile(size: Tensor, along: int, axis: str) -> Profile:
     squares = size.square().mean(along)
     length = len(squares)
     step = -(-length // MOST_STEPS)
-    means = [float(part.mean().sqrt()) for part in squares.split(step)]
+    means = [float(part.mean().sqrt()) for part in torch.split(squares, step)]
     return Profile(axis=axis, size=length, step=step, values=_short(means))
 
 
@@ -204,7 +200,7 @@ def examine_logits(candidate: Tensor, reference: Tensor, top: int) -> Evidence:
     kl = torch.where(share == 0, 0.0, share * (log_r - log_c)).sum(-1).clamp_min(0.0)
     position = int(torch.where(kl.isnan(), math.inf, kl).argmax())
     step = -(-len(kl) // MOST_STEPS)
-    binned = [float(part.max()) for part in kl.split(step)]
+    binned = [float(part.max()) for part in torch.split(kl, step)]
     ranking = Ranking(
         position=position,
         positions=len(kl),
@@ -214,7 +210,9 @@ def examine_logits(candidate: Tensor, reference: Tensor, top: int) -> Evidence:
 
 
 def _ranks(c: Tensor, r: Tensor, top: int) -> tuple[Ranked, ...]:
-    ours, theirs = (side.sort(descending=True, stable=True).indices[:top].tolist() for side in (c, r))
+    ours, theirs = (
+        side.sort(descending=True, stable=True).indices[:top].tolist() for side in (c, r)
+    )
     logits = [float(r[token]) for token in theirs]
     return tuple(
         Ranked(
@@ -227,40 +225,3 @@ def _ranks(c: Tensor, r: Tensor, top: int) -> tuple[Ranked, ...]:
         )
         for at, token in enumerate(theirs)
     )
-
-
-# --------------------------------------------------------------------------- which rows
-
-
-class Gallery:
-    """Chooses the rows that are looked at closely.
-
-    The first failing row of each tap and check, at most `MOST_FAILING` in all, and of the passing
-    rows each whose utilisation is the largest of its level so far: so the row nearest to its
-    limit is always among them, after about ln(n) looks.
-    """
-
-    MOST_FAILING = 40
-
-    def __init__(self) -> None:
-        """Nothing has been seen yet."""
-        self._failing: set[tuple[str, str, str]] = set()
-        self._used: dict[str, float] = {}
-
-    def wants(
-        self, level: str, tap: str, check: str, failed: bool, utilisation: float | None
-    ) -> bool:
-        """Whether this row, the next in order, is to be looked at."""
-        if failed:
-            key = (level, tap, check)
-            if key in self._failing or len(self._failing) >= self.MOST_FAILING:
-                return False
-            self._failing.add(key)
-            return True
-        if utilisation is None or not utilisation > self._used.get(level, 0.0):
-            return False
-        self._used[level] = utilisation
-        return True
-
-
-Look = Callable[[Pair], Evidence]

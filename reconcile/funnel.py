@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from reconcile.examine import examine_logits
 from reconcile.exceptions import TraceError
 from reconcile.judge import Finding, judge_baseline, judge_bound, judge_fixed, judge_numbers
 from reconcile.limits import BASELINE_FACTORS, baseline_limits
@@ -290,10 +291,13 @@ def _judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str
     if plain is None or baseline is None:
         raise TraceError(f"{tap}: the reference's trace has no baseline for it")
     numbers = model_stats(c.tensors[tap], r.tensors[tap], _token_ids(r))
-    yield "top10", where, judge_numbers(numbers, _rank_limits(baseline["max_abs"]))
+    seen = examine_logits(c.tensors[tap], r.tensors[tap], TOP)
+    ranks = judge_numbers(numbers, _rank_limits(baseline["max_abs"]))
+    yield "top10", where, replace(ranks, evidence=replace(seen, kl_by_token=()))
     what = "as KL(reference || plain torch), largest of all prompts"
     divergence = baseline_limits(plain, ("kl_mean", "kl_max"), sides.record.dtype, what)
-    yield "kl", where, judge_numbers(numbers, divergence)
+    found = judge_numbers(numbers, divergence)
+    yield "kl", where, replace(found, evidence=replace(seen, ranking=None))
     if sides.record.layers:
         yield _growth(sides, c, r)
 
@@ -311,22 +315,44 @@ def _rank_limits(max_abs: float) -> Limits:
     )
 
 
+CURVES = (
+    "rmse_by_layer",
+    "local_rmse_by_layer",
+    "inherited_rmse_by_layer",
+    "floor_rmse_by_layer",
+    "allowed_rmse_by_layer",
+    "gain_by_layer",
+    "reference_rms_by_layer",
+)
+"""What the growth row keeps of each layer's output: the accumulated error in the free run; the
+error on the reference's inputs; the error before the layer times the layer's gain for a random
+error; plain torch's error in free runs (the noise floor); the accepted error; the gain; and the
+size of the reference. None where one side has no such number."""
+
+
 def _growth(sides: Sides, c: Pass, r: Pass) -> tuple[str, Tap, Finding]:
     """Whether the error jumps from one layer to the next by more than the reference explains.
 
     A layer may pass on what it got times its own gain for a random error, plus what plain torch
     adds on exact inputs, times `GROWTH_FACTOR`.
     """
-    before, curve = 0.0, []
+    before = 0.0
     shares: dict[str, float] = {}
+    curves: dict[str, list[float | None]] = {name: [] for name in CURVES}
     for layer in sides.record.layers:
         tap = output_tap(layer, r)
         if tap not in c.tensors:
             return "growth", Tap.parse(tap), _not_compared("the candidate never reached it")
         own = (sides.pooled("isolated", tap) or {"rmse": 0.0})["rmse"]
-        allowed = GROWTH_FACTOR * (r.meta["gains"][layer] * before + own)
+        gain = r.meta["gains"][layer]
+        allowed = GROWTH_FACTOR * (gain * before + own)
+        floor = r.meta["baseline"].get(tap, {}).get("rmse")
+        inherited = gain * before
         before = error_stats(c.tensors[tap], r.tensors[tap]).rmse
-        curve.append(before)
+        alone = sides.isolated_rmse(tap, r.key)
+        values = (before, alone, inherited, floor, allowed, gain, _rms(r.tensors[tap]))
+        for name, value in zip(CURVES, values, strict=True):
+            curves[name].append(value)
         shares[tap] = before / allowed if allowed > 0 else (0.0 if before == 0 else float("inf"))
     worst = max(shares, key=lambda tap: (shares[tap] != shares[tap], shares[tap]))
     limits = Limits(
@@ -337,7 +363,7 @@ def _growth(sides: Sides, c: Pass, r: Pass) -> tuple[str, Tap, Finding]:
         ),
         bounds={"growth_share": 1.0},
     )
-    numbers = {"growth_share": shares[worst], "rmse_by_layer": curve}
+    numbers = {"growth_share": shares[worst], **curves}
     return "growth", Tap.parse(worst), judge_numbers(numbers, limits)
 
 
@@ -372,6 +398,10 @@ def _failed(rows: Iterable[Row]) -> frozenset[str]:
         for row in rows
         if row.verdict is Verdict.FAIL or row.reason is Reason.REFERENCE_SUSPECT
     )
+
+
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt())
 
 
 def _rows(tensor: Tensor) -> Tensor:

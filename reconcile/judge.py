@@ -15,6 +15,8 @@ from torch import Tensor
 from reconcile.bias import bias_statistic, is_biased
 from reconcile.case import Tolerance
 from reconcile.contract import Contract
+from reconcile.evidence import Evidence
+from reconcile.examine import Pair
 from reconcile.limits import (
     accepts_zeros,
     baseline_limits,
@@ -41,6 +43,10 @@ class Finding:
     utilisation: float | None = None
     reason: Reason | None = None
     text: str = ""
+    pair: Pair | None = None
+    """The judged tensors, for a close look at the rows that matter."""
+    evidence: Evidence | None = None
+    """A look that was already taken."""
 
 
 def judge_bound(
@@ -73,6 +79,7 @@ def judge_bound(
         return early
     wide, size = reference.to(torch.float64), magnitude.to(torch.float64)
     bound = error_bound(contract, wide, size, k, reference_dtype)
+    pair = Pair(candidate, wide, bound)
     used = utilisation(candidate, wide, bound, contract.output_rounding)
     body = stats.as_dict() | {
         "utilisation": used.value,
@@ -80,7 +87,7 @@ def judge_bound(
         "over": used.over,
         "zeros_over": used.zeros_over,
     }
-    finding = Finding(body, bound_limits(contract, k), used.value)
+    finding = Finding(body, bound_limits(contract, k), used.value, pair=pair)
     if not used.value <= 1:
         text = f"{used.over} of {stats.n} elements outside the bound; {_worst(stats)}"
         body = body | {"worst_elements": worst_elements(candidate, wide)}
@@ -119,7 +126,8 @@ def judge_baseline(
         return early
     if baseline is None:
         text = "the reference's trace has no baseline for it"
-        return Finding(stats.as_dict(), reason=Reason.NOT_COMPARED, text=text)
+        pair = Pair(candidate, reference)
+        return Finding(stats.as_dict(), reason=Reason.NOT_COMPARED, text=text, pair=pair)
     rows = stats.n // candidate.shape[-1]
     names = TENSOR_STATS if rows > 1 else ("max_abs", "worst_row_nmse")
     limits = baseline_limits(baseline, names, dtype, what)
@@ -157,7 +165,7 @@ def _judge(
     stats: ErrorStats, body: dict[str, Any], limits: Limits, candidate: Tensor, reference: Tensor
 ) -> Finding:
     share, name = share_of_limits(body, limits)
-    finding = Finding(body, limits, share)
+    finding = Finding(body, limits, share, pair=Pair(candidate, reference))
     if not share <= 1:
         text = f"{name} {body[name]:.3g} exceeds {limits.bounds[name]:.3g}; {_worst(stats)}"
         body = body | {"worst_elements": worst_elements(candidate, reference)}
@@ -178,7 +186,8 @@ def _nonfinite(stats: ErrorStats, candidate: Tensor, reference: Tensor) -> Findi
             f"{stats.inf_reference} inf"
         )
         body |= {"worst_elements": worst_elements(candidate, reference)}
-        return Finding(body, reason=Reason.NONFINITE, text=text)
+        pair = Pair(candidate, reference)
+        return Finding(body, reason=Reason.NONFINITE, text=text, pair=pair)
     if stats.nan_reference:
         text = f"the reference has {stats.nan_reference} NaN of {stats.n} elements"
         return Finding(body, reason=Reason.REFERENCE_SUSPECT, text=text)

@@ -187,9 +187,38 @@ def cuda_device() -> Support:
     return Support(True, f"CUDA device {torch.cuda.get_device_name()}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A library that this process opened."""
+
+    name: str
+    path: Path
+    compiler: str
+    """The first line of what the compiler says that it is."""
+    flags: str
+    files: tuple[Path, ...]
+    """Sources and headers."""
+
+
+_LOADED: dict[NativeLibrary, Loaded] = {}
+
+
+def loaded() -> tuple[Loaded, ...]:
+    """Every library that this process has opened, in order."""
+    return tuple(_LOADED.values())
+
+
 @functools.cache
 def _load(library: NativeLibrary) -> ctypes.CDLL:
     path = library.build()
+    compiler = _find(library.language)
+    _LOADED[library] = Loaded(
+        name=library.name,
+        path=path,
+        compiler=_version(compiler).splitlines()[0] if compiler else "",
+        flags=shlex.join((*FLAGS[library.language], *library.flags)),
+        files=(*library.sources, *library.headers),
+    )
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:

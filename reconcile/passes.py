@@ -1,18 +1,14 @@
-"""One recorded call of a model, and where its parts' tensors are in it."""
+"""One recorded call of a model."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable
 from contextlib import nullcontext
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 
 from torch import Tensor, nn
 
 from reconcile.exceptions import TraceError
 from reconcile.plan import Plan
-from reconcile.report import Provenance
 from reconcile.taps import Recorder
 from reconcile.trace import Pass, TraceMemory
 
@@ -49,30 +45,3 @@ def record(
     (recorded,) = memory.trace.passes
     recorded.meta["unreached"] = list(recorder.unreached())
     return recorded
-
-
-def provenance(plan: Plan, side: str, command: str) -> Provenance:
-    """Where one side of the comparison comes from."""
-    dtype = plan.reference_dtype if side == "reference" else plan.dtype
-    return Provenance(
-        side=side,
-        model=plan.checkpoint.path.name,
-        checkpoint_sha256=plan.checkpoint.sha256,
-        dtype=str(dtype).removeprefix("torch."),
-        machine=f"{platform.processor() or platform.machine()}, {platform.platform()}",
-        versions=versions(),
-        command=command,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        notes=() if side == "reference" else plan.notes,
-    )
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes: the interpreter, torch, transformers and this package."""
-    found = {"python": platform.python_version()}
-    for name in ("reconcile-numerics", "torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found

@@ -59,6 +59,8 @@ def _judge_impulse(
     finding = judge_bound(
         candidate, y, size, probe.products, contract, "float64", nan_is_right=True, dense=False
     )
+    if finding.pair is not None:
+        finding = replace(finding, pair=replace(finding.pair, places=probe.columns))
     if finding.reason is None or finding.reason.verdict is not Verdict.FAIL:
         return finding
     wrong = _outside(candidate, y, size, probe.products, contract)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
+from reconcile.evidence import Evidence
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -154,6 +156,11 @@ class Row:
     utilisation: float | None = None
     """Largest share of its limit that the error takes; above 1 is a FAIL."""
     diagnosis: tuple[Diagnosis, ...] = ()
+    digest: str = ""
+    """Hash of the candidate's output, equal where two runs gave the same bits; empty where the
+    row judges no single tensor."""
+    evidence: Evidence | None = None
+    """A close look at the tensors, for rows that matter; see `reconcile.examine.Gallery`."""
 
     def __post_init__(self) -> None:
         """A row that is not PASS has a reason that fits its verdict; a PASS has none."""
@@ -203,6 +210,20 @@ class Provenance:
     """UTC time, ISO 8601."""
     notes: tuple[str, ...] = ()
     """What the reader must know, e.g. which engine ``auto`` chose."""
+    commit: str = ""
+    """Git commit of the working directory, ``+changes`` where it has some; empty outside git."""
+    config: str = ""
+    """Path of the case file."""
+    seeds: dict[str, int] = field(default_factory=dict)
+    """Everything random starts from these."""
+    hashes: dict[str, str] = field(default_factory=dict)
+    """sha256 by what was hashed: the case file, inputs, kernel sources, loaded binaries."""
+    build: dict[str, str] = field(default_factory=dict)
+    """By native library: the compiler's own words and the flags."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """What decides whether a second run gives the same bits: threads, flushing, environment."""
+    cpu: str = ""
+    """Vector and matrix extensions of the processor that torch and kernels may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,7 +391,7 @@ def _row_record(row: Row) -> dict[str, Any]:
 
 def _row_fields(record: dict[str, Any]) -> dict[str, Any]:
     fields = {("pass_" if key == "pass" else key): value for key, value in record.items()}
-    for name in ("stats", "utilisation"):
+    for name in ("stats", "utilisation", "evidence"):
         fields[name] = _restore_floats(fields.get(name))
     return fields
 

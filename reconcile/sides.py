@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from reconcile.case import Tolerance
+from reconcile.examine import Block, digest
 from reconcile.exceptions import ConfigError, TraceError
+from reconcile.gallery import Gallery
 from reconcile.judge import Finding
 from reconcile.limits import tolerance_share
+from reconcile.metrics import error_stats
 from reconcile.plan_record import PlanRecord, record_from_facts
 from reconcile.report import Level, Row, Verdict
 from reconcile.trace import Pass, Tap, Trace
@@ -33,6 +36,8 @@ class Sides:
     chained: Pairs
     unpaired: tuple[tuple[str, str], ...]
     """(key, what is missing) of the passes that only one side has."""
+    gallery: Gallery = field(default_factory=Gallery)
+    """Chooses the rows whose tensors are looked at closely."""
 
     def pooled(self, kind: str, tap: str) -> dict[str, float] | None:
         """The largest of each statistic of plain torch over all prompts, or None.
@@ -44,6 +49,15 @@ class Sides:
         table = "ops" if kind == "ops" else "baseline"
         found = [r.meta.get(table, {}).get(tap) for _, r in pairs.values()]
         return largest([stats for stats in found if stats is not None])
+
+    def isolated_rmse(self, tap: str, key: str) -> float | None:
+        """The candidate's error at a part on the reference's inputs, in one pass."""
+        c, r = self.isolated.get(key, (None, None))
+        if c is None or r is None or tap not in c.tensors or tap not in r.tensors:
+            return None
+        if c.tensors[tap].shape != r.tensors[tap].shape:
+            return None
+        return error_stats(c.tensors[tap], r.tensors[tap]).rmse
 
     def tolerance(self, tap: str) -> Tolerance | None:
         """The fixed tolerance that the case sets for this tap; the first match counts."""
@@ -62,7 +76,13 @@ class Sides:
         shape: tuple[int, ...] = (),
     ) -> Row:
         """A row of this candidate."""
-        return to_row(level, tap, check, key, finding, shape, self.record)
+        looked = self.gallery.look(level, str(tap), check, finding, self._block(tap.module))
+        return to_row(level, tap, check, key, looked, shape, self.record)
+
+    def _block(self, module: str) -> Block:
+        """Rows and columns of the module's weight that share a scale, where they are blocks."""
+        block = self.weights.get(module, {}).get("block")
+        return (int(block[0]), int(block[1])) if block else None
 
 
 def to_row(
@@ -93,6 +113,8 @@ def to_row(
         stats={name: value for name, value in finding.stats.items() if name != "shape"},
         limits=finding.limits,
         utilisation=finding.utilisation,
+        digest=digest(finding.pair.candidate) if finding.pair else "",
+        evidence=finding.evidence,
     )
 
 

@@ -68,7 +68,8 @@ def weight_facts(
     Returns:
         ``suspicions``: texts, empty if the reference is fit to judge; ``stats``: the share of
         zeros, the range of scales, whether the second decoder agrees bit by bit, and the
-        signal-to-noise ratio of quantisation in dB.
+        signal-to-noise ratio of quantisation in dB; ``block``: rows and columns that share a
+        scale, empty where these are no blocks.
     """
     found = suspicions(weight)
     values = weight.dequantize(torch.float64)
@@ -87,4 +88,4 @@ def weight_facts(
         exact = original.to(torch.float64)
         noise, power = (values - exact).square().sum(), exact.square().sum()
         stats["quantisation_sqnr_db"] = float(10 * torch.log10(power / noise))
-    return {"suspicions": found, "stats": stats}
+    return {"suspicions": found, "stats": stats, "block": list(weight.format.block or ())}

@@ -13,9 +13,17 @@ FILENAME: str | None = "report.json"
 def render(report: Report) -> str:
     """The report as JSON text; `Report.from_dict` reads it back.
 
-    Non-finite numbers are spelt ``"nan"``, ``"inf"``, ``"-inf"``.
+    One row stands on one line. Non-finite numbers are spelt ``"nan"``, ``"inf"``, ``"-inf"``.
 
     Raises:
         ValueError: a non-finite number that the report did not spell out.
     """
-    return json.dumps(report.to_dict(), allow_nan=False, indent=2) + "\n"
+    body = report.to_dict()
+    rows = [_dump(row) for row in body.pop("rows")]
+    head = ",\n".join(f"{_dump(key)}: {_dump(value)}" for key, value in body.items())
+    listed = "[\n" + ",\n".join(rows) + "\n]" if rows else "[]"
+    return f'{{\n{head},\n"rows": {listed}\n}}\n'
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, allow_nan=False)

@@ -1,4 +1,4 @@
-"""The error over depth and the utilisation per op, as SVG for an HTML page.
+"""The error over depth, by layer and by op, as SVG for an HTML page.
 
 matplotlib draws; `_for_page` then turns what it wrote into markup that a page with a strict
 Content-Security-Policy can hold: no style attributes, no namespaces, no metadata, and
@@ -11,7 +11,7 @@ import io
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ import matplotlib.style
 from matplotlib.figure import Figure
 
 from reconcile.report import Level, Report, Verdict
-from reconcile_reports import summary
+from reconcile_reports import depth, summary
+from reconcile_reports.depth import Curve, OpError
 from reconcile_reports.wording import cut, number, one_line, plural, real
 
 _INK = "#010203"
@@ -29,8 +30,6 @@ _MARKERS = {Verdict.PASS: "o", Verdict.INCONCLUSIVE: "s", Verdict.FAIL: "X"}
 _SIZES = {Verdict.PASS: 4.0, Verdict.INCONCLUSIVE: 6.5, Verdict.FAIL: 7.5}
 _SERIES = ("#3a86c8", "#8c6bb1", "#2f9e75", "#c2649a", "#7a7a7a")
 """Colours of candidates."""
-_LOWEST = 1e-3
-"""Smallest utilisation that the picture tells apart."""
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "reconcile",
@@ -74,13 +73,38 @@ class Point:
 
 
 def depth_picture(report: Report) -> Picture | None:
-    """Error over depth and utilisation per op; None where the report has neither."""
-    chained, ops = _chained(report), _ops(report)
-    panels = [panel for panel in (chained, ops) if panel]
+    """Errors by layer and by op; None where the report has neither.
+
+    A report without the curves of its layers (another tool's traces, say) shows the nmse of its
+    chained outputs instead.
+    """
+    curve, ops = depth.curve(report), depth.ops(report)
+    chained = {} if curve else _chained(report)
+    first = depth.first_layer(report)
+    panels = []
+    words: list[str] = []
+    if curve:
+        panels.append(lambda axes: _draw_curve(axes, curve, first))
+        words += _describe_curve(curve)
+    if chained:
+        panels.append(lambda axes: _draw_chained(axes, chained))
+        words += _describe_chained(chained)
+    if len(ops) > 1:
+        panels.append(lambda axes: _draw_ops(axes, ops))
+        words += _describe_ops(ops)
     if not panels:
         return None
-    words = [*_describe_chained(chained), *_describe_ops(ops), *_describe_edges(chained, ops)]
-    return Picture(_draw(chained, ops), "Error over depth", " ".join(words))
+    words += _describe_edges(_values(curve, chained, ops))
+    return Picture(_draw(panels), "Error over depth", " ".join(words))
+
+
+def _values(
+    curve: Curve | None, chained: dict[str, list[Point]], ops: list[OpError]
+) -> list[float]:
+    drawn = [point.value for points in chained.values() for point in points]
+    layers = curve.layers if curve else ()
+    drawn += [item.accumulated for item in layers if item.accumulated is not None]
+    return drawn + [value for op in ops for value in (op.local, op.propagated, op.accumulated)]
 
 
 def _chained(report: Report) -> dict[str, list[Point]]:
@@ -111,16 +135,6 @@ def _chained_modules(report: Report) -> dict[str, list[Point]]:
     return {name: list(points.values()) for name, points in series.items()}
 
 
-def _ops(report: Report) -> list[Point]:
-    """The largest utilisation of each op, in execution order."""
-    points: dict[str, Point] = {}
-    for row in report.rows:
-        if row.level is Level.OP and row.utilisation is not None:
-            point = Point(row.tap, row.utilisation, row.verdict)
-            points[row.tap] = _larger(points.get(row.tap), point)
-    return list(points.values())
-
-
 def _larger(before: Point | None, point: Point) -> Point:
     """The point with the larger value; NaN is larger than any number."""
     if before is None or math.isnan(point.value):
@@ -140,20 +154,35 @@ def _describe_chained(series: dict[str, list[Point]]) -> Iterator[str]:
         )
 
 
-def _describe_ops(points: list[Point]) -> Iterator[str]:
-    if points:
-        worst = max(points, key=_order)
-        over = sum(not point.value <= 1.0 for point in points)
-        yield (
-            f"Utilisation of {plural(len(points), 'op')}: {over} over the limit, "
-            f"largest {number(worst.value)} at {worst.tap}."
-        )
+def _describe_curve(curve: Curve) -> Iterator[str]:
+    first, last = curve.layers[0], curve.layers[-1]
+    worst = max(curve.layers, key=lambda item: _plain_size(item.local))
+    yield (
+        f"Free run{f' of {one_line(curve.kernel)}' if curve.kernel else ''}: the error of the "
+        f"hidden state relative to its size is {number(first.accumulated)} after layer "
+        f"{first.name} and {number(last.accumulated)} after layer {last.name}"
+        + (f" (noise floor {number(last.floor)})" if last.floor is not None else "")
+        + f"; alone on the reference's inputs, layer {worst.name} is worst with "
+        f"{number(worst.local)}."
+    )
 
 
-def _describe_edges(chained: dict[str, list[Point]], ops: list[Point]) -> Iterator[str]:
-    values = [point.value for points in (*chained.values(), ops) for point in points]
-    if 0.0 in values or any(point.value < _LOWEST for point in ops):
-        yield f"Zero, and utilisation below {_LOWEST:g}, is drawn at the foot of the axis."
+def _plain_size(value: float | None) -> float:
+    return -1.0 if value is None else math.inf if math.isnan(value) else value
+
+
+def _describe_ops(ops: list[OpError]) -> Iterator[str]:
+    worst = max(ops, key=lambda op: _plain_size(op.local))
+    yield (
+        f"Of {plural(len(ops), 'op')} in the free run, {one_line(worst.tap)} has the largest "
+        f"error of its own: nmse {number(worst.local)}, {number(worst.propagated)} inherited and "
+        f"{number(worst.accumulated)} in all."
+    )
+
+
+def _describe_edges(values: list[float]) -> Iterator[str]:
+    if 0.0 in values:
+        yield "Zero is drawn at the foot of the axis."
     if not all(map(math.isfinite, values)):
         yield "NaN and infinity are drawn at the head of the axis."
 
@@ -162,15 +191,13 @@ def _order(point: Point) -> float:
     return math.inf if math.isnan(point.value) else point.value
 
 
-def _draw(chained: dict[str, list[Point]], ops: list[Point]) -> str:
-    count = bool(chained) + bool(ops)
+def _draw(panels: list[Callable[[Any], None]]) -> str:
     with matplotlib.style.context(["default", _STYLE]):
-        figure = Figure(figsize=(9.0, 2.7 * count), layout="constrained")
-        axes = iter(figure.subplots(count, 1, squeeze=False)[:, 0])
-        if chained:
-            _draw_chained(next(axes), chained)
-        if ops:
-            _draw_ops(next(axes), ops)
+        figure = Figure(figsize=(9.0, 2.9 * len(panels)), layout="constrained")
+        for axes, draw in zip(
+            figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True
+        ):
+            draw(axes)
         return _for_page(_svg(figure))
 
 
@@ -196,23 +223,79 @@ def _draw_chained(axes: Any, series: dict[str, list[Point]]) -> None:  # noqa: A
         )
     _mark(axes, [(place[p.tap], p) for points in series.values() for p in points], bottom, top)
     _logarithmic(axes, bottom, top)
-    axes.set_title("Error over depth: chained layer outputs")
+    axes.set_title("Error over depth: chained layer outputs", pad=24)
     axes.set_ylabel("nmse")
     _layer_ticks(axes, taps)
     _legend(axes)
 
 
-def _draw_ops(axes: Any, points: list[Point]) -> None:  # noqa: ANN401
-    """One mark per op; above the line at 1 is over the limit."""
-    _, top = _range([1.0, *(point.value for point in points)])
-    bottom = _LOWEST
-    placed = list(enumerate(points))
-    _mark(axes, placed, bottom, top, verdicts=tuple(Verdict))
-    axes.axhline(1.0, color=_INK, linewidth=0.9, linestyle=(0, (5, 3)), label="limit")
+_LINES = {
+    "accumulated": ("accumulated", _SERIES[0], "-", "o"),
+    "local": ("local", _SERIES[4], "--", "s"),
+    "floor": ("noise floor", _SERIES[2], ":", ""),
+    "allowed": ("accepted", _INK, "-.", ""),
+}
+"""Label, colour, dashes and marker of each curve: no two differ by colour alone."""
+
+
+def _draw_curve(axes: Any, curve: Curve, first: str | None) -> None:  # noqa: ANN401
+    """Errors by layer, relative to the size of the hidden state."""
+    names = [item.name for item in curve.layers]
+    lines = {name: [getattr(item, name) for item in curve.layers] for name in _LINES}
+    known = [value for line in lines.values() for value in line if value is not None]
+    bottom, top = _range(known)
+    for name, (label, colour, dashes, marker) in _LINES.items():
+        placed = [(at, value) for at, value in enumerate(lines[name]) if value is not None]
+        _line(
+            axes, placed, (bottom, top), label=label, color=colour, linestyle=dashes, marker=marker
+        )
+    _divergence(axes, names.index(first) if first in names else None)
     _logarithmic(axes, bottom, top)
-    axes.set_title("Utilisation per op: largest share of its limit, in execution order")
-    axes.set_ylabel("share of limit")
-    _layer_ticks(axes, [point.tap for point in points])
+    axes.set_title("Error of each layer's output, relative to its size", pad=24)
+    axes.set_ylabel("rms error / rms")
+    step = max(1, math.ceil(len(names) / 16))
+    axes.set_xticks(
+        range(0, len(names), step), [cut(_ascii(one_line(n)), 6) for n in names[::step]]
+    )
+    axes.set_xlabel("layer")
+    axes.set_xlim(-0.6, len(names) - 0.4)
+    _legend(axes)
+
+
+def _line(
+    axes: Any,  # noqa: ANN401
+    placed: list[tuple[int, float]],
+    edges: tuple[float, float],
+    **style: str,
+) -> None:
+    if placed:
+        axes.plot(
+            [at for at, _ in placed], [_clamped(value, *edges) for _, value in placed], **style
+        )
+
+
+def _divergence(axes: Any, at: int | None) -> None:  # noqa: ANN401
+    """A line where the first failing row is."""
+    if at is not None:
+        axes.axvline(at, color=_COLOURS[Verdict.FAIL], linewidth=1.2, label="first divergence")
+
+
+def _draw_ops(axes: Any, ops: list[OpError]) -> None:  # noqa: ANN401
+    """The budget of every op in the free run; a failing op is marked by shape and colour."""
+    bottom, top = _range([v for op in ops for v in (op.local, op.propagated, op.accumulated)])
+    for name, colour, dashes in (
+        ("accumulated", _SERIES[0], "-"),
+        ("propagated", _SERIES[1], ":"),
+        ("local", _SERIES[4], "--"),
+    ):
+        placed = [(at, getattr(op, name)) for at, op in enumerate(ops)]
+        _line(axes, placed, (bottom, top), label=name, color=colour, linestyle=dashes, marker="")
+    marks = [(at, Point(op.tap, op.local, op.verdict)) for at, op in enumerate(ops)]
+    _mark(axes, marks, bottom, top, verdicts=(Verdict.FAIL,))
+    _logarithmic(axes, bottom, top)
+    axes.set_title("Each op in the free run: accumulated = propagated + local", pad=24)
+    axes.set_ylabel("nmse")
+    _layer_ticks(axes, [op.tap for op in ops])
     _legend(axes)
 
 
@@ -283,9 +366,10 @@ def _layer_ticks(axes: Any, taps: list[str]) -> None:  # noqa: ANN401
 def _legend(axes: Any) -> None:  # noqa: ANN401
     handles, names = axes.get_legend_handles_labels()
     if handles and any(names):
-        axes.legend(
-            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=min(len(names), 3), borderpad=0
+        legend = axes.legend(
+            loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(len(names), 5), borderpad=0
         )
+        legend.set_in_layout(False)  # it stands above the axes: a wide one must not narrow them
 
 
 def _series_label(name: str, at: int, count: int) -> str:
