@@ -34,6 +34,11 @@ def explain(report: Report, tap: str) -> str:
     return "\n".join(lines)
 
 
+def explain_row(row: Row) -> str:
+    """Everything that one row says."""
+    return "\n".join(_full(row))
+
+
 def _full(row: Row) -> list[str]:
     lines = [describe(row), f"  pass {row.pass_}, {_where(row)}"]
     if row.limits is not None:
