@@ -12,7 +12,6 @@ from torch.nn import functional
 from reconcile.activation import QUANTISERS
 from reconcile.contract import DTYPES, Contract
 from reconcile.rounding import round_to
-from reconcile.weight import QuantizedWeight
 
 SMALLEST_NORMAL = 2.0**-126
 """Smallest normal float32 and bfloat16; below it, units that flush see zero."""
@@ -110,7 +109,7 @@ class BaselineLinear(nn.Module):
     """Plain torch at the candidate's dtype on the same decoded weights and quantised inputs."""
 
     def __init__(
-        self, weight: QuantizedWeight, dtype: torch.dtype, contract: Contract | None = None
+        self, weight: Weight, dtype: torch.dtype, contract: Contract | None = None
     ) -> None:
         super().__init__()
         self._contract = contract or Contract()

@@ -42,8 +42,9 @@ class Probe:
     columns: Tensor | None = None
     """For impulses: the k of each row, where x is ``amplitude`` times that row of the identity."""
     amplitude: float = 1.0
-    expect: Literal["bound", "exact", "special"] = "bound"
-    """``bound``: within the a-priori bound of the non-zero products; ``exact``: equal by value."""
+    expect: Literal["bound", "exact", "rounded", "special"] = "bound"
+    """``bound``: within the a-priori bound of the non-zero products; ``exact``: equal by value;
+    ``rounded``: the exact sum, rounded once as the contract says."""
     products: int = 0
     """Most non-zero products per element; 0: K."""
     synthetic: bool = False
@@ -159,6 +160,38 @@ def integers(
         weight=made,
         x=x,
         expect="exact" if contract.activation == "none" else "bound",
+        synthetic=True,
+    )
+    if contract.activation == "none":
+        yield from _stores(made, contract, dtype, generator)
+
+
+def _stores(
+    made: AnyWeight, contract: Contract, dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[Probe]:
+    """Integer sums that the accumulator holds and the output does not: one rounding is left.
+
+    Many lie half-way between two values of the output. Nothing where the accumulator, or the
+    dtype of partial sums, has no bits to spare.
+    """
+    narrow = contract.partials if contract.split_k > 1 else contract.accumulator
+    inner, outer = (-math.log2(UNIT_ROUNDOFF[d]) for d in (narrow, contract.output))
+    if inner < outer + 10:  # 64 terms of at most 16 quanta, times the largest x
+        return
+    k = made.shape[1]
+    terms = min(k, 64)
+    largest = int(2**outer)  # sums of 64 terms then need a few bits more than the output has
+    x = torch.zeros(8, k, dtype=dtype)
+    for row in range(8):
+        chosen = torch.randperm(k, generator=generator)[:terms]
+        drawn = torch.randint(-largest, largest + 1, (terms,), generator=generator)
+        x[row, chosen] = drawn.to(dtype)
+    yield Probe(
+        name="integer",
+        sees="the rounding of the store: exact sums, many of them half-way between two outputs",
+        weight=made,
+        x=x,
+        expect="rounded",
         synthetic=True,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,12 +18,25 @@ from reconcile.contract import Contract
 from reconcile.exceptions import ReconcileError
 from reconcile.kernel import Kernel
 from reconcile.report import ExitCode, Report
-from reconcile.selftest.schema import Seen
+from reconcile.selftest.schema import Seen, Trial
 from reconcile.session import Session
 from reconcile.weight import QuantizedWeight
 
 Patch = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which something of the harness or of a library is replaced."""
+
+
+_TWINS: dict[Hashable, Seen] = {}
+
+
+def clean_twin(trial: Trial) -> Seen:
+    """What is seen of the clean twin; trials that share one run it once."""
+    key: Hashable = trial.twin() if isinstance(trial, OpTrial | CaseTrial) else None
+    if key is None:
+        return trial.run(faulty=False)
+    if key not in _TWINS:
+        _TWINS[key] = trial.run(faulty=False)
+    return _TWINS[key]
 
 
 def seen(run: Callable[[], Report]) -> Seen:
@@ -59,6 +72,17 @@ class OpTrial:
             return seen(
                 lambda: check_linear(kernel, weight, contract=self.contract, **self.options)
             )
+
+    def twin(self) -> Hashable:
+        """Equal for trials whose clean twins are the same run."""
+        made = self.weight
+        if not isinstance(made, functools.partial) or made.keywords or callable(made.args[-1]):
+            return None
+        options = [
+            (name, tuple(value.shape) if isinstance(value, Tensor) else repr(value))
+            for name, value in sorted(self.options.items())
+        ]
+        return (id(self.clean), made.args, repr(self.contract), tuple(options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +130,10 @@ class CaseTrial:
             return replace(clean, exit_code=ExitCode.INTERNAL)
         with self.patch():
             return seen(lambda: self._report(self.faulty))
+
+    def twin(self) -> Hashable:
+        """Equal for trials whose clean twins are the same run."""
+        return (self.clean, self.levels, self.only)
 
     def _report(self, kernel: str) -> Report:
         return embedded_session().run(kernel=kernel, levels=self.levels, only=self.only)

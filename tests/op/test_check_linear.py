@@ -236,6 +236,15 @@ def subnormals_as_normals(x, weight, bias=None):
     return (x.float() @ w.T).to(x.dtype)
 
 
+def ties_away_from_zero(x, weight, bias=None):
+    y = x.float() @ decoded(weight).T
+    return ((y.view(torch.int32) + 0x8000) & ~0xFFFF).view(torch.float32).to(x.dtype)
+
+
+def store_through_float16(x, weight, bias=None):
+    return plain(x.float(), weight).half().to(x.dtype)
+
+
 def loses_nan(x, weight, bias=None):
     return plain(torch.nan_to_num(x, nan=0.0), weight)
 
@@ -282,6 +291,7 @@ def wrong_in_three_dimensions(x, weight, bias=None):
 FAULTS = [
     *((f"{f.__name__} {form}", f, form) for f in (
         drops_last_k, all_scales_one_percent_up, truncating_store, bfloat16_accumulator,
+        ties_away_from_zero, store_through_float16,
         loses_nan, wrong_for_one_row, wrong_behind_row_32, reads_padding,
         another_result_each_time, negates_infinity, infinity_is_nan, wrong_in_three_dimensions,
     ) for form in ("ternary_k_interleaved", "fp8_e4m3_block", "mxfp8_e4m3")),
