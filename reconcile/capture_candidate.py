@@ -1,6 +1,6 @@
 """The judged half of a run: the kernel under the same hooks, fed and free.
 
-Each prompt is one pass, in two kinds:
+Each prompt is one pass, or a prefill and decode steps with a KV cache, in two kinds:
 
 ``isolated``
     the kernel alone on the reference's rounded inputs, the whole of them (``out``) and their
@@ -10,6 +10,8 @@ Each prompt is one pass, in two kinds:
     the candidate runs freely. For each op the pass also holds the reference op on the
     candidate's own input (``ref.out``, ``ref.abs``) and whether a replay gave the same bits, so
     that an op's own error can be told from what it inherited.
+
+In a phase in which the candidate does not use its kernel, plain torch computes the modules.
 """
 
 from __future__ import annotations
@@ -21,8 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from reconcile.exceptions import TraceError
-from reconcile.linears import BaselineLinear, ReferenceLinear
-from reconcile.passes import record, tapped_modules
+from reconcile.grouped import (
+    Reference,
+    StoredWeight,
+    baseline_linear,
+    reference_linear,
+    row_count,
+    take_rows,
+    to_kernel,
+    to_module,
+)
+from reconcile.passes import Stream, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_from_facts, record_to_facts
 from reconcile.ports import ports
@@ -30,9 +41,9 @@ from reconcile.provenance import provenance
 from reconcile.replay import Call, KernelFailureError, KernelLinear, Prepared, repeated
 from reconcile.report import Reason
 from reconcile.rounding import bitwise_equal
-from reconcile.taps import fingerprint, forced_inputs
+from reconcile.steps import Step
+from reconcile.taps import forced_inputs
 from reconcile.trace import Pass, Tap, Trace
-from reconcile.weight import QuantizedWeight
 
 REPEATS = 3
 """Calls of a kernel on one input whose bits must agree."""
@@ -58,7 +69,7 @@ def capture_candidate(
         return trace
     ready = _prepare(plan)
     ops = {
-        name: ReferenceLinear(plan.checkpoint.weights[name], plan.arithmetic, plan.reference_dtype)
+        name: reference_linear(plan.checkpoint.weights[name], plan.arithmetic, plan.reference_dtype)
         for name in plan.modules
     }
     model = plan.checkpoint.build(plan.dtype, lambda n, w: _candidate_linear(plan, ready, n, w))
@@ -67,26 +78,42 @@ def capture_candidate(
     isolated = reference.select("isolated")
     with torch.no_grad():
         for ids in plan.prompts:
-            tokens = torch.tensor([ids])
-            key = fingerprint((), {"input_ids": tokens})
-            if key not in chained:
-                raise TraceError(f"the reference's trace lacks the prompt {list(ids)[:8]}...")
-            fed = Pass(key, "isolated")
-            if "op" in wanted:
-                progress("ops")
-                _replay_ops(plan, ready, reference.facts["order"], isolated[key], fed)
-            if "module" in wanted:
-                progress("modules")
-                _force_parts(plan, model, isolated[key], fed, tokens)
-            trace.passes.append(fed)
-            if wanted & {"op", "module", "model"}:
-                progress("model")
-                trace.passes.append(_chain(plan, model, ops, ready, tokens, key))
-    calls = sum(m.calls for m in model.modules() if isinstance(m, KernelLinear))
+            fed_stream, free_stream = Stream(plan, model), Stream(plan, model)
+            for step in plan.steps(ids):
+                key = step.key
+                if key not in chained:
+                    raise TraceError(f"the reference's trace lacks the prompt {list(ids)[:8]}...")
+                _use(model, plan.runs_in(step.phase))
+                fed = Pass(key, "isolated", meta=_said(step))
+                if "op" in wanted and plan.runs_in(step.phase):
+                    progress("ops")
+                    _replay_ops(plan, ready, reference.facts["order"], isolated[key], fed)
+                if "module" in wanted:
+                    progress("modules")
+                    _force_parts(plan, model, isolated[key], fed, fed_stream, step)
+                trace.passes.append(fed)
+                if wanted & {"op", "module", "model"}:
+                    progress("model")
+                    trace.passes.append(_chain(plan, model, ops, ready, free_stream, step))
+    calls = sum(m.calls for m in _kernels(model).values())
     trace.facts["calls_in_model"] = calls
     # again, now that the kernel has loaded its libraries
     trace.provenance = provenance(plan, plan.config.name, command)
     return trace
+
+
+def _kernels(model: nn.Module) -> dict[str, KernelLinear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, KernelLinear)}
+
+
+def _use(model: nn.Module, used: bool) -> None:
+    """Let the kernel compute its modules, or plain torch."""
+    for module in _kernels(model).values():
+        module.used = used
+
+
+def _said(step: Step) -> dict[str, Any]:
+    return {"phase": step.phase} if step.phase else {}
 
 
 def _check_same(plan: Plan, reference: Trace) -> None:
@@ -133,12 +160,16 @@ class _Missing(nn.Module):
 
 
 def _candidate_linear(
-    plan: Plan, ready: Mapping[str, Prepared | Call], name: str, weight: QuantizedWeight
+    plan: Plan, ready: Mapping[str, Prepared | Call], name: str, weight: StoredWeight
 ) -> nn.Module:
     if name not in ready:
-        return BaselineLinear(weight, plan.dtype)
+        return baseline_linear(weight, plan.dtype)
     prepared = ready[name]
-    return KernelLinear(prepared) if isinstance(prepared, Prepared) else _Missing(name, prepared)
+    if not isinstance(prepared, Prepared):
+        return _Missing(name, prepared)
+    everywhere = all(plan.runs_in(phase) for phase in ("prefill", "decode"))
+    elsewhere = None if everywhere else baseline_linear(weight, plan.dtype)
+    return KernelLinear(prepared, elsewhere)
 
 
 def _replay_ops(
@@ -152,39 +183,43 @@ def _replay_ops(
     tensors: dict[str, Tensor] = dict(fed.tensors)
     events: dict[str, dict[str, Any]] = {}
 
-    def deterministic(x: Tensor) -> bool:
-        return plan.arithmetic.at(x.numel() // x.shape[-1]).deterministic
+    def deterministic(m: int) -> bool:
+        return plan.arithmetic.at(m).deterministic
 
     for name in order:
         prepared, port = ready[name], str(Tap(name, "in0"))
         if port not in isolated.tensors:
             continue
-        x = isolated.tensors[port].to(plan.config.device)
-        rows = x.reshape(-1, x.shape[-1])
-        row = rows[len(rows) // 2 :][:1]
-        whole = repeated(prepared, x, REPEATS, deterministic(x))
-        alone = repeated(prepared, row, 2, deterministic(row))
+        given, groups = isolated.tensors[port].to(plan.config.device), plan.groups.get(name)
+        m = row_count(given, groups)
+        x = to_kernel(given, groups)
+        row = take_rows(x, groups, m // 2, 1)
+        whole = repeated(prepared, x, REPEATS, deterministic(m))
+        alone = repeated(prepared, row, 2, deterministic(1))
         if isinstance(prepared, Prepared) and alone.output is not None and not alone.reason:
             alone = prepared.owning(alone, row)
-        for suffix, call in (("out", whole), ("out.row", alone)):
+        shapes = (given.shape[:-2], (1,))
+        for suffix, call, lead in zip(("out", "out.row"), (whole, alone), shapes, strict=True):
             tap = str(Tap(name, suffix))
             if call.output is not None:
-                tensors[tap] = call.output.cpu()
+                tensors[tap] = to_module(call.output, lead, groups).cpu()
             events[tap] = {"reason": call.reason, "text": call.text}
         if whole.output is not None and alone.output is not None:
-            inside = whole.output.reshape(-1, whole.output.shape[-1])[len(rows) // 2 :][:1]
+            inside = take_rows(whole.output, groups, m // 2, 1)
             same = bitwise_equal(inside, alone.output)
             events[str(Tap(name, "out.row"))]["batch_invariant"] = same
     fed.tensors = tensors
     fed.meta["events"] = events
 
 
-def _force_parts(plan: Plan, model: nn.Module, isolated: Pass, fed: Pass, tokens: Tensor) -> None:
+def _force_parts(
+    plan: Plan, model: nn.Module, isolated: Pass, fed: Pass, stream: Stream, step: Step
+) -> None:
     """Every layer, the final norm and the head, each on the reference's rounded inputs."""
     inputs = {part: ports(isolated, part, "in") for part in plan.parts}
     try:
         with forced_inputs(model, inputs, plan.dtype):
-            forced = record(plan, model, tokens, plan.parts, inputs=False)
+            forced = stream.record(step, plan.parts, inputs=False)
     except KernelFailureError as failure:
         fed.meta["failure"] = _failure(failure)
         return
@@ -194,37 +229,44 @@ def _force_parts(plan: Plan, model: nn.Module, isolated: Pass, fed: Pass, tokens
 def _chain(
     plan: Plan,
     model: nn.Module,
-    ops: Mapping[str, ReferenceLinear],
+    ops: Mapping[str, Reference],
     ready: Mapping[str, Prepared | Call],
-    tokens: Tensor,
-    key: str,
+    stream: Stream,
+    step: Step,
 ) -> Pass:
     """The candidate's free run, and for each op the reference and a replay on its own input."""
-    mutated: dict[str, str] = {}
+    before = {name: module.calls for name, module in _kernels(model).items()}
     try:
-        chained = record(plan, model, tokens, tapped_modules(plan, model))
-        for name, module in model.named_modules():
-            if isinstance(module, KernelLinear) and module.mutation:
-                mutated[str(Tap(name, "out"))] = module.mutation
+        chained = stream.record(step, tapped_modules(plan, model))
     except KernelFailureError as failure:
-        return Pass(key, "chained", meta={"failure": _failure(failure)})
+        return Pass(step.key, "chained", meta=_said(step) | {"failure": _failure(failure)})
     tensors = dict(chained.tensors)
     closure: dict[str, Any] = {}
-    for name in plan.modules:
+    for name in plan.modules if plan.runs_in(step.phase) else ():
         port, out = str(Tap(name, "in0")), str(Tap(name, "out"))
         prepared = ready[name]
         if port not in tensors or isinstance(prepared, Call):
             continue
-        x = tensors[port]
+        x, groups = tensors[port], plan.groups.get(name)
         tensors[str(Tap(name, "ref.out"))] = ops[name](x)
         tensors[str(Tap(name, "ref.abs"))] = ops[name].magnitude(x)
-        replayed = prepared.call(x.to(plan.config.device)).output
-        same = replayed is not None and bitwise_equal(replayed.cpu(), tensors[out])
-        closure[out] = same
+        replayed = prepared.call(to_kernel(x.to(plan.config.device), groups)).output
+        closure[out] = replayed is not None and bitwise_equal(
+            to_module(replayed, x.shape[:-2], groups).cpu(), tensors[out]
+        )
     chained.tensors = tensors
-    chained.meta["closure"] = closure
-    chained.meta["mutated"] = mutated
+    chained.meta |= {"closure": closure} | _done(model, before)
     return chained
+
+
+def _done(model: nn.Module, before: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """By output tap: how often the kernel ran in the pass, and what it did besides."""
+    kernels = {str(Tap(name, "out")): (name, m) for name, m in _kernels(model).items()}
+    return {
+        "calls": {tap: m.calls - before[name] for tap, (name, m) in kernels.items()},
+        "mutated": {tap: m.mutation for tap, (_, m) in kernels.items() if m.mutation},
+        "fell_back": {tap: m.fallback for tap, (_, m) in kernels.items() if m.fallback},
+    }
 
 
 def _failure(failure: KernelFailureError) -> dict[str, str]:

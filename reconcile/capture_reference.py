@@ -1,6 +1,6 @@
 """The trusted half of a run: what the reference computes, and what plain torch loses.
 
-Each prompt is one pass, in two kinds:
+Each prompt is one pass, or a prefill and decode steps with a KV cache, in two kinds:
 
 ``chained``
     the reference runs freely; the baseline's own errors in free runs are in its facts.
@@ -11,27 +11,28 @@ Each prompt is one pass, in two kinds:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from reconcile.contract import UNIT_ROUNDOFF
+from reconcile.grouped import Reference, StoredWeight, baseline_linear, reference_linear
 from reconcile.limits import gamma
-from reconcile.linears import BaselineLinear, ReferenceLinear
 from reconcile.metrics import nmse
 from reconcile.model_metrics import model_stats
-from reconcile.passes import record, tapped_modules
+from reconcile.passes import Stream, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_to_facts
 from reconcile.ports import logits_tap, output_tap, ports
 from reconcile.provenance import provenance
 from reconcile.rounding import round_to
+from reconcile.steps import Step
 from reconcile.suspect import weight_facts
 from reconcile.taps import forced_inputs
 from reconcile.trace import Pass, Tap, Trace
-from reconcile.weight import QuantizedWeight
 
 Table = dict[str, dict[str, float]]
 """Statistics by tap and name."""
@@ -42,37 +43,66 @@ DRAWS = 4
 
 def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
     """Everything the comparison needs from the trusted side."""
-    ops: dict[str, ReferenceLinear] = {}
+    ops: dict[str, Reference] = {}
 
-    def make(name: str, weight: QuantizedWeight) -> nn.Module:
-        ops[name] = ReferenceLinear(weight, plan.arithmetic, plan.reference_dtype)
+    def make(name: str, weight: StoredWeight) -> nn.Module:
+        ops[name] = reference_linear(weight, plan.arithmetic, plan.reference_dtype)
         return ops[name]
 
     model = plan.checkpoint.build(plan.reference_dtype, make)
     baseline = plan.checkpoint.build(
-        plan.dtype, lambda _, w: BaselineLinear(w, plan.dtype, plan.arithmetic)
+        plan.dtype, lambda _, w: baseline_linear(w, plan.dtype, plan.arithmetic)
     )
     trace = Trace(provenance=provenance(plan, "reference", command))
     with torch.no_grad():
         for ids in plan.prompts:
             progress("reference")
-            tokens = torch.tensor([ids])
-            chained = record(plan, model, tokens, tapped_modules(plan, model), precise=True)
-            isolated = _isolate(plan, model, ops, chained, tokens)
-            gains = _gains(plan, model, isolated, tokens)
-            meta = _baseline(plan, baseline, chained, isolated, tokens)
-            closure = {
-                str(Tap(module, "out")): _closes(op, module, chained) for module, op in ops.items()
-            }
-            chained.meta = meta["chained"] | {"gains": gains, "closure": closure}
-            isolated.meta = meta["isolated"]
-            trace.passes += [chained, isolated]
+            streams = _Streams.over(plan, model, baseline)
+            for step in plan.steps(ids):
+                trace.passes += _both_kinds(plan, model, ops, baseline, streams, step)
     trace.facts = {
         "plan": record_to_facts(plan.record()),
         "order": _op_order(plan, trace.passes[0]),
         "weights": _weight_facts(plan),
     }
     return trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    """The runs over one prompt, each with a KV cache of its own."""
+
+    free: Stream
+    fed: Stream
+    nudged: Stream
+    draws: tuple[tuple[Stream, Stream], ...]
+    """Free and fed runs of plain torch."""
+
+    @classmethod
+    def over(cls, plan: Plan, model: nn.Module, baseline: nn.Module) -> _Streams:
+        free, fed, nudged = (Stream(plan, model, precise=True) for _ in range(3))
+        plain = [(Stream(plan, baseline), Stream(plan, baseline)) for _ in range(DRAWS)]
+        return cls(free, fed, nudged, tuple(plain))
+
+
+def _both_kinds(
+    plan: Plan,
+    model: nn.Module,
+    ops: Mapping[str, Reference],
+    baseline: nn.Module,
+    streams: _Streams,
+    step: Step,
+) -> list[Pass]:
+    """The chained and the isolated pass of one call, with what plain torch loses in them."""
+    chained = streams.free.record(step, tapped_modules(plan, model))
+    said = {name: chained.meta[name] for name in ("phase", "seen") if name in chained.meta}
+    isolated = _isolate(plan, model, ops, chained, streams.fed, step)
+    gains = _gains(plan, model, isolated, streams.nudged, step)
+    meta = _baseline(plan, baseline, chained, isolated, streams.draws, step)
+    closure = {str(Tap(module, "out")): _closes(op, module, chained) for module, op in ops.items()}
+    chained.meta = said | meta["chained"] | {"gains": gains, "closure": closure}
+    isolated.meta = said | meta["isolated"]
+    return [chained, isolated]
 
 
 def _weight_facts(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -89,7 +119,7 @@ def _weight_facts(plan: Plan) -> dict[str, dict[str, Any]]:
     }
 
 
-def _closes(op: ReferenceLinear, module: str, chained: Pass) -> bool:
+def _closes(op: Reference, module: str, chained: Pass) -> bool:
     """Whether the reference op, on its captured input, gives its captured output.
 
     The same operation on the same bits differs at most by the order of the library's sum.
@@ -104,9 +134,10 @@ def _closes(op: ReferenceLinear, module: str, chained: Pass) -> bool:
 def _isolate(
     plan: Plan,
     model: nn.Module,
-    ops: Mapping[str, ReferenceLinear],
+    ops: Mapping[str, Reference],
     chained: Pass,
-    tokens: Tensor,
+    stream: Stream,
+    step: Step,
 ) -> Pass:
     """The reference again, on inputs rounded once to the candidate's dtype."""
     tensors: dict[str, Tensor] = {}
@@ -120,7 +151,7 @@ def _isolate(
         tensors[str(Tap(module, "abs"))] = ops[module].magnitude(x)
     inputs = {part: _rounded_inputs(part, chained, plan.dtype) for part in plan.parts}
     with forced_inputs(model, inputs, plan.reference_dtype):
-        forced = record(plan, model, tokens, plan.parts, inputs=False, precise=True)
+        forced = stream.record(step, plan.parts, inputs=False)
     for part, found in inputs.items():
         tensors |= {str(Tap(part, port)): value for port, value in found.items()}
     tensors |= forced.tensors
@@ -144,7 +175,9 @@ def _rounded_inputs(part: str, chained: Pass, dtype: torch.dtype) -> dict[str, T
     return found
 
 
-def _gains(plan: Plan, model: nn.Module, isolated: Pass, tokens: Tensor) -> dict[str, float]:
+def _gains(
+    plan: Plan, model: nn.Module, isolated: Pass, stream: Stream, step: Step
+) -> dict[str, float]:
     """How much each layer amplifies a random error of its hidden state: rms out / rms in."""
     generator = torch.Generator().manual_seed(plan.case.seed)
     layers = plan.checkpoint.structure.layers
@@ -158,7 +191,7 @@ def _gains(plan: Plan, model: nn.Module, isolated: Pass, tokens: Tensor) -> dict
         nudged[layer] = given | {"in0": x + noise}
         size[layer] = _rms(noise)
     with forced_inputs(model, nudged, plan.reference_dtype):
-        moved = record(plan, model, tokens, layers, inputs=False, precise=True)
+        moved = stream.record(step, layers, inputs=False)
     gains = {}
     for layer in layers:
         port = output_tap(layer, moved)
@@ -169,7 +202,12 @@ def _gains(plan: Plan, model: nn.Module, isolated: Pass, tokens: Tensor) -> dict
 
 
 def _baseline(
-    plan: Plan, baseline: nn.Module, chained: Pass, isolated: Pass, tokens: Tensor
+    plan: Plan,
+    baseline: nn.Module,
+    chained: Pass,
+    isolated: Pass,
+    streams: Iterable[tuple[Stream, Stream]],
+    step: Step,
 ) -> dict[str, dict[str, Any]]:
     """What plain torch at the candidate's dtype loses on the same weights and inputs.
 
@@ -180,14 +218,14 @@ def _baseline(
     free: Table = {}
     fed: Table = {}
     model: Table = {}
-    for draw in range(DRAWS):
+    for draw, pair in enumerate(streams):
         noise = torch.Generator().manual_seed(plan.case.seed + draw) if draw else None
-        run = _draw(plan, baseline, isolated, tokens, noise)
+        run = _draw(plan, baseline, isolated, pair, step, noise)
         _keep_largest(free, _stats_of(run[0], chained))
         _keep_largest(fed, _stats_of(run[1], isolated))
         logits = logits_tap(chained)
         numbers = model_stats(
-            run[0].tensors[logits], chained.tensors[logits], tokens.flatten().tolist()
+            run[0].tensors[logits], chained.tensors[logits], step.tokens.flatten().tolist()
         )
         _keep_largest(model, {"kl": {name: numbers[name] for name in ("kl_mean", "kl_max")}})
     ops = {}
@@ -207,7 +245,8 @@ def _draw(
     plan: Plan,
     baseline: nn.Module,
     isolated: Pass,
-    tokens: Tensor,
+    streams: tuple[Stream, Stream],
+    step: Step,
     noise: torch.Generator | None,
 ) -> tuple[Pass, Pass]:
     """One free run and one fed run of the baseline, dithered if ``noise`` is given."""
@@ -218,9 +257,9 @@ def _draw(
     inputs = {part: dithered(ports(isolated, part, "in")) for part in plan.parts}
     first = {part: {"in0": inputs[part]["in0"]} for part in plan.parts[:1] if noise}
     with forced_inputs(baseline, first, plan.dtype):
-        free = record(plan, baseline, tokens, tapped_modules(plan, baseline), inputs=False)
+        free = streams[0].record(step, tapped_modules(plan, baseline), inputs=False)
     with forced_inputs(baseline, inputs, plan.dtype):
-        fed = record(plan, baseline, tokens, plan.parts, inputs=False)
+        fed = streams[1].record(step, plan.parts, inputs=False)
     return free, fed
 
 

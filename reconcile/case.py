@@ -46,6 +46,9 @@ class ModelConfig:
     """JSON file of prompts, relative to the case file."""
     max_tokens: int = 64
     """Prompts are cut to this length."""
+    decode: int = 0
+    """Tokens at the end of each prompt that are fed one at a time, with a KV cache: each is a pass
+    of its own. 0: each prompt is one pass, without a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,8 @@ class CandidateConfig:
     device: str = "cpu"
     modules: tuple[str, ...] = ("*",)
     """Globs over the paths of the modules that the kernel computes."""
+    phases: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+    """Where the kernel is used; elsewhere plain torch computes its modules, as a router does."""
     contract: dict[str, Any] | None = None
     """Fields of the `Contract`, only where the kernel declares none."""
 
@@ -160,6 +165,10 @@ class Case:
             raise ConfigError(f"levels.run names a level twice: {', '.join(self.levels.run)}")
         if not all(allowance.reason.strip() for allowance in self.gate.allow_inconclusive):
             raise ConfigError("gate.allow_inconclusive: a reason is empty; say why")
+        if self.model.decode < 0:
+            raise ConfigError(f"model.decode must not be negative, got {self.model.decode}")
+        for candidate in self.candidate:
+            _check_phases(candidate, self.model.decode)
         if self.model.max_tokens < 1:
             raise ConfigError(f"model.max_tokens must be positive, got {self.model.max_tokens}")
         for glob, tolerance in self.limits.items():
@@ -174,6 +183,17 @@ class Case:
     def with_candidate(self, **changes: Any) -> Case:  # noqa: ANN401
         """The case with fields of every candidate replaced (command-line overrides)."""
         return replace(self, candidate=tuple(replace(item, **changes) for item in self.candidate))
+
+
+def _check_phases(candidate: CandidateConfig, decode: int) -> None:
+    """ConfigError for phases that do not exist in the case."""
+    if not candidate.phases:
+        raise ConfigError(f"candidate {candidate.name!r}: phases is empty; name prefill or decode")
+    if set(candidate.phases) != {"prefill", "decode"} and not decode:
+        raise ConfigError(
+            f"candidate {candidate.name!r}: phases = {list(candidate.phases)} needs [model] "
+            "decode: without it a prompt is one pass and the two are not told apart"
+        )
 
 
 _CASE: TypeAdapter[Case] = TypeAdapter(Case)

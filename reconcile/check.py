@@ -20,6 +20,7 @@ from reconcile.contract import DTYPES, Contract
 from reconcile.examine import digest
 from reconcile.exceptions import ConfigError, KernelError, nearest
 from reconcile.gallery import Gallery
+from reconcile.grouped import format_name
 from reconcile.judge import Finding
 from reconcile.kernel import Engine, FunctionKernel, Kernel, LinearSpec, choose_engine
 from reconcile.linears import DenseWeight, ReferenceLinear
@@ -181,11 +182,10 @@ class _Subject:
     def _prepare(self, weight: AnyWeight) -> Prepared | Call:
         if self.engine is None:
             return Call(output=None, reason=Reason.NOT_RUN, text=self.not_run)
-        name = weight.format.name if isinstance(weight, QuantizedWeight) else str(self.dtype)
         spec = LinearSpec(
             n=weight.shape[0],
             k=weight.shape[1],
-            format=name,
+            format=format_name(weight),
             bias=weight.bias is not None,
             activation_dtype=self.dtype,
         )

@@ -12,15 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
+from reconcile.criteria import beside
 from reconcile.examine import examine_logits
 from reconcile.exceptions import TraceError
+from reconcile.grouped import flat_rows
 from reconcile.judge import Finding, judge_baseline, judge_bound, judge_fixed, judge_numbers
 from reconcile.limits import BASELINE_FACTORS, baseline_limits
 from reconcile.metrics import error_stats
 from reconcile.model_metrics import TOP, model_stats
 from reconcile.ports import logits_tap, output_tap
 from reconcile.report import Coverage, Level, Limits, Reason, Row, Verdict
-from reconcile.sides import Sides, check_tolerances, largest
+from reconcile.sides import Sides, check_tolerances, largest, phase_of
 from reconcile.trace import Pass, Tap
 
 GROWTH_FACTOR = 4.0
@@ -55,13 +57,15 @@ def coverage(sides: Sides, rows: Iterable[Row]) -> Coverage:
     """Modules of which every pass was compared at op level (or chained, if that is not run)."""
     compared: dict[str, set[str]] = {module: set() for module in sides.order}
     if "op" in sides.record.levels:
-        keys = set(sides.isolated)
+        keys = set(sides.judged(sides.isolated))
         for row in rows:
-            if row.level is Level.OP and row.check == "isolated" and row.stats:
+            ran = row.stats and row.reason is not Reason.FELL_BACK
+            if row.level is Level.OP and row.check == "isolated" and ran:
                 compared[Tap.parse(row.tap).module].add(row.pass_)
     else:
-        keys = set(sides.chained)
-        for key, (c, r) in sides.chained.items():
+        chained = sides.judged(sides.chained)
+        keys = set(chained)
+        for key, (c, r) in chained.items():
             for module in sides.order:
                 if all(str(Tap(module, "out")) in side.tensors for side in (c, r)):
                     compared[module].add(key)
@@ -100,12 +104,16 @@ def _by_suspect(sides: Sides, module: str, finding: Finding) -> Finding:
 
 
 def _op_rows(sides: Sides) -> Iterator[Row]:
-    """For each op in execution order: on whole inputs, on one row, and in the free run."""
+    """For each op in execution order: on whole inputs, on one row, and in the free run.
+
+    Only the passes in which the kernel is used: elsewhere there is nothing of it to judge.
+    """
+    isolated, chained = sides.judged(sides.isolated), sides.judged(sides.chained)
     for module in sides.order:
         for port in ("out", "out.row"):
-            for key, (c, r) in sides.isolated.items():
+            for key, (c, r) in isolated.items():
                 yield _isolated_op(sides, module, port, key, c, r)
-        for key, (c, r) in sides.chained.items():
+        for key, (c, r) in chained.items():
             yield _chained_op(sides, module, key, c, r)
 
 
@@ -115,14 +123,18 @@ def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pas
     if str(out) not in r.tensors:
         finding = _not_compared("the reference never reached it")
         return sides.row(Level.OP, out, "isolated", key, finding)
-    y, magnitude = _rows(r.tensors[str(out)]), _rows(r.tensors[str(Tap(module, "abs"))])
+    groups = sides.record.groups.get(module)
+    y, magnitude = (
+        flat_rows(r.tensors[tap], groups) for tap in (str(out), str(Tap(module, "abs")))
+    )
     if port == "out.row":
         y, magnitude = (side[len(y) // 2 :][:1] for side in (y, magnitude))
-    shape = (*y.shape, r.tensors[str(Tap(module, "in0"))].shape[-1])
+    shape = _op_shape(y, r.tensors[str(Tap(module, "in0"))].shape[-1], groups)
     event = c.meta.get("events", {}).get(name, {})
     if name in c.tensors:
-        finding = _judge_op(sides, str(out), _rows(c.tensors[name]), y, magnitude, shape[-1])
-        finding = _with_event(sides, finding, event, shape[0])
+        candidate = flat_rows(c.tensors[name], groups)
+        finding = _judge_op(sides, str(out), candidate, y, magnitude, shape[-1], phase_of(r))
+        finding = _with_event(sides, finding, event, len(y))
     elif event.get("reason"):
         finding = Finding({}, reason=Reason(event["reason"]), text=event["text"])
     else:
@@ -160,25 +172,32 @@ def _chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
     if own not in c.tensors or out not in r.tensors:
         finding = _not_compared("one side never reached it")
         return sides.row(Level.OP, tap, "chained", key, finding)
-    x, y, free = c.tensors[str(Tap(module, "in0"))], _rows(c.tensors[own]), _rows(r.tensors[out])
-    shape = (*y.shape, x.shape[-1])
+    groups = sides.record.groups.get(module)
+    x, y = c.tensors[str(Tap(module, "in0"))], flat_rows(c.tensors[own], groups)
+    free = flat_rows(r.tensors[out], groups)
+    shape = _op_shape(y, x.shape[-1], groups)
     if not bool(x.isfinite().all()):
         text = "its input is not finite: the fault is upstream"
         finding = Finding({}, reason=Reason.BLOCKED, text=text)
         return sides.row(Level.OP, tap, "chained", key, finding, shape)
-    candidate, magnitude = _rows(c.tensors[out]), _rows(c.tensors[str(Tap(module, "ref.abs"))])
-    finding = _judge_op(sides, out, candidate, y, magnitude, shape[-1])
+    candidate = flat_rows(c.tensors[out], groups)
+    magnitude = flat_rows(c.tensors[str(Tap(module, "ref.abs"))], groups)
+    finding = _judge_op(sides, out, candidate, y, magnitude, shape[-1], phase_of(r))
     finding = _with_budget(finding, candidate, y, free)
     if not r.meta.get("closure", {}).get(out, False):
         text = "the reference op on its captured input does not give its captured output"
         finding = Finding(finding.stats, reason=Reason.CAPTURE_INVALID, text=text)
         return sides.row(Level.OP, tap, "chained", key, finding, shape)
     closes = bool(c.meta.get("closure", {}).get(out, False))
-    finding = replace(finding, stats=finding.stats | {"closes": closes})
+    ran = {"calls": c.meta["calls"].get(out, 0)} if phase_of(r) else {}
+    finding = replace(finding, stats=finding.stats | {"closes": closes} | ran)
+    if (fallback := c.meta.get("fell_back", {}).get(out)) is not None:
+        finding = replace(finding, reason=Reason.FELL_BACK, text=fallback)
+        return sides.row(Level.OP, tap, "chained", key, finding, shape)
     if (mutation := c.meta.get("mutated", {}).get(out)) is not None:
         finding = replace(finding, reason=Reason.INPUT_MUTATED, text=mutation)
     contract = sides.record.contract
-    promised = contract is None or contract.at(shape[0]).deterministic
+    promised = contract is None or contract.at(len(y)).deterministic
     if not closes and promised and finding.reason is None:
         text = "a replay on its captured input gives other bits than the model run"
         finding = replace(finding, reason=Reason.UNSTABLE, text=text)
@@ -198,10 +217,28 @@ def _with_budget(finding: Finding, candidate: Tensor, y: Tensor, free: Tensor) -
     return replace(finding, stats=finding.stats | budget)
 
 
+def _op_shape(y: Tensor, k: int, groups: int | None) -> tuple[int, ...]:
+    """(M, N, K), of a batched linear (G, M, N, K)."""
+    m, n = y.shape
+    return (m, n, k) if groups is None else (groups, m, n // groups, k)
+
+
 def _judge_op(
-    sides: Sides, tap: str, candidate: Tensor, y: Tensor, magnitude: Tensor, k: int
+    sides: Sides, tap: str, candidate: Tensor, y: Tensor, magnitude: Tensor, k: int, phase: str
 ) -> Finding:
-    """[M, N] against the case's tolerance, the contract's bound, or plain torch."""
+    """[M, N], of a batched linear [M, G N]: our verdict, and the kernel's users' criteria."""
+    finding = _verdict_on_op(sides, tap, candidate, y, magnitude, k, phase)
+    for criterion in sides.record.criteria if finding.stats else ():
+        accepted = finding.reason is None
+        stats, text = beside(finding.stats, accepted, candidate, y, criterion)
+        finding = replace(finding, stats=stats, text=finding.text or text)
+    return finding
+
+
+def _verdict_on_op(
+    sides: Sides, tap: str, candidate: Tensor, y: Tensor, magnitude: Tensor, k: int, phase: str
+) -> Finding:
+    """Against the case's tolerance, the contract's bound, or plain torch."""
     record = sides.record
     if (tolerance := sides.tolerance(tap)) is not None:
         return judge_fixed(candidate, y, tolerance)
@@ -209,7 +246,7 @@ def _judge_op(
         contract = record.contract.at(candidate.shape[0])
         return judge_bound(candidate, y, magnitude, k, contract, record.reference_dtype)
     what = "alone on the reference's inputs, largest of all prompts"
-    return judge_baseline(candidate, y, sides.pooled("ops", tap), record.dtype, what)
+    return judge_baseline(candidate, y, sides.pooled("ops", tap, phase), record.dtype, what)
 
 
 # --------------------------------------------------------------------------- module
@@ -256,7 +293,7 @@ def _judge_pair(sides: Sides, tap: str, c: Pass, r: Pass) -> Finding:
     return judge_baseline(
         candidate,
         reference,
-        sides.pooled(r.kind, tap),
+        sides.pooled(r.kind, tap, phase_of(r)),
         sides.record.dtype,
         f"{what}, largest of all prompts",
     )
@@ -286,8 +323,9 @@ def _judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str
     yield "logits", where, logits
     if logits.reason in (Reason.SHAPE, Reason.REFERENCE_SUSPECT):
         return
-    baseline = sides.pooled("chained", tap)
-    plain = largest([ref.meta["model"] for _, ref in sides.chained.values()])
+    baseline = sides.pooled("chained", tap, phase_of(r))
+    like = [ref for _, ref in sides.chained.values() if phase_of(ref) == phase_of(r)]
+    plain = largest([ref.meta["model"] for ref in like])
     if plain is None or baseline is None:
         raise TraceError(f"{tap}: the reference's trace has no baseline for it")
     numbers = model_stats(c.tensors[tap], r.tensors[tap], _token_ids(r))
@@ -343,7 +381,7 @@ def _growth(sides: Sides, c: Pass, r: Pass) -> tuple[str, Tap, Finding]:
         tap = output_tap(layer, r)
         if tap not in c.tensors:
             return "growth", Tap.parse(tap), _not_compared("the candidate never reached it")
-        own = (sides.pooled("isolated", tap) or {"rmse": 0.0})["rmse"]
+        own = (sides.pooled("isolated", tap, phase_of(r)) or {"rmse": 0.0})["rmse"]
         gain = r.meta["gains"][layer]
         allowed = GROWTH_FACTOR * (gain * before + own)
         floor = r.meta["baseline"].get(tap, {}).get("rmse")
@@ -402,10 +440,6 @@ def _failed(rows: Iterable[Row]) -> frozenset[str]:
 
 def _rms(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt())
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _token_ids(r: Pass) -> list[int]:

@@ -58,6 +58,8 @@ class LinearSpec:
     """Whether a bias [N] is added."""
     activation_dtype: torch.dtype
     """Dtype of x and y."""
+    groups: int | None = None
+    """G of a batched linear: x [G, M, K], weight [G, N, K], y [G, M, N]; None: a plain one."""
 
 
 @runtime_checkable
@@ -65,8 +67,13 @@ class Kernel(Protocol):
     """A linear kernel y = x W^T (+ b) over quantised weights.
 
     ``apply`` takes x of any leading shape [..., K] and returns a new tensor [..., N]; it leaves
-    x and the prepared weight as they were. A call that the kernel does not implement raises
-    NotImplementedError; it never falls back to other code.
+    x and the prepared weight as they were. Of a batched linear (`LinearSpec.groups`) it takes
+    x [G, M, K], a strided view, and bias [G, N], and returns [G, M, N]. A call that the kernel does
+    not implement raises NotImplementedError. It never falls back to other code unseen: one that
+    does so says it with `fell_back`.
+
+    An optional attribute ``launches``, the number of times that its own code was started, is
+    compared before and after each call: one that did not raise it fell back.
     """
 
     @property

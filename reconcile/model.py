@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from reconcile.weight import QuantizedWeight
+from reconcile.grouped import StoredWeight
 
-MakeLinear = Callable[[str, QuantizedWeight], nn.Module]
-"""Module path and stored weight to the linear that takes its place."""
+MakeLinear = Callable[[str, StoredWeight], nn.Module]
+"""Module path and stored weight to the module that takes its place: from [..., K] to [..., N], for
+a `GroupedWeight` from [..., G, K] to [..., G, N]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,8 @@ class Checkpoint(Protocol):
         """Number of token ids."""
 
     @property
-    def weights(self) -> Mapping[str, QuantizedWeight]:
-        """Every quantised linear by module path, in the model's order."""
+    def weights(self) -> Mapping[str, StoredWeight]:
+        """Every linear that a kernel may compute, by module path, in the model's order."""
 
     @property
     def notes(self) -> tuple[str, ...]:

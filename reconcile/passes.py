@@ -1,14 +1,17 @@
-"""One recorded call of a model."""
+"""The calls of a model over one prompt, recorded: all of it at once, or prefill and decode."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
 from reconcile.exceptions import TraceError
 from reconcile.plan import Plan
+from reconcile.steps import Step
 from reconcile.taps import Recorder
 from reconcile.trace import Pass, TraceMemory
 
@@ -26,22 +29,49 @@ def tapped_modules(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in model.named_modules() if name in wanted)
 
 
-def record(
-    plan: Plan,
-    model: nn.Module,
-    tokens: Tensor,
-    modules: Iterable[str],
-    *,
-    inputs: bool = True,
-    precise: bool = False,
-) -> Pass:
-    """One recorded call of the model; ``precise`` for the reference."""
-    memory = TraceMemory()
-    context = plan.checkpoint.precise(plan.reference_dtype) if precise else nullcontext()
-    with Recorder(model, modules, memory, inputs=inputs) as recorder, context:
-        model(input_ids=tokens.to(next(model.parameters()).device), use_cache=False)
-    if rewritten := memory.verify():
-        raise TraceError(f"captures were rewritten after they were taken: {rewritten[:5]}")
-    (recorded,) = memory.trace.passes
-    recorded.meta["unreached"] = list(recorder.unreached())
-    return recorded
+class Stream:
+    """A model that goes through one prompt, call by call, with a KV cache of its own."""
+
+    def __init__(self, plan: Plan, model: nn.Module, *, precise: bool = False) -> None:
+        """``precise`` for the reference."""
+        self._plan = plan
+        self._model = model
+        self._precise = precise
+        self._cache: Any = None
+        self._ended: BaseException | None = None
+
+    def record(self, step: Step, modules: Iterable[str], *, inputs: bool = True) -> Pass:
+        """The next call, recorded; what ended an earlier one ends this too."""
+        if self._ended is not None:
+            raise self._ended
+        plan, model, memory = self._plan, self._model, TraceMemory()
+        context = plan.checkpoint.precise(plan.reference_dtype) if self._precise else nullcontext()
+        tokens = step.tokens.to(next(model.parameters()).device)
+        with Recorder(model, modules, memory, inputs=inputs) as recorder, context:
+            try:
+                self._call(tokens, cached=bool(step.phase))
+            except BaseException as error:
+                self._ended = error
+                raise
+        if rewritten := memory.verify():
+            raise TraceError(f"captures were rewritten after they were taken: {rewritten[:5]}")
+        (recorded,) = memory.trace.passes
+        recorded.key = step.key
+        recorded.meta["unreached"] = list(recorder.unreached())
+        if step.phase:
+            recorded.meta |= {"phase": step.phase, "seen": step.seen.flatten().tolist()}
+        return recorded
+
+    def _call(self, tokens: Tensor, *, cached: bool) -> None:
+        if not cached:
+            self._model(input_ids=tokens, use_cache=False)
+            return
+        given = {} if self._cache is None else {cache_argument(self._model): self._cache}
+        output = self._model(input_ids=tokens, use_cache=True, **given)
+        self._cache = output.past_key_values
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which ``model`` takes its KV cache; transformers renames it."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"

@@ -15,9 +15,11 @@ from reconcile import registry
 from reconcile.case import CandidateConfig, Case, parse_contract
 from reconcile.contract import DTYPES, Contract
 from reconcile.exceptions import ConfigError, nearest
+from reconcile.grouped import format_name, group_count, numel
 from reconcile.kernel import Engine, Kernel, LinearSpec, Support, choose_engine
 from reconcile.model import Checkpoint
 from reconcile.plan_record import PlanRecord
+from reconcile.steps import Step, steps
 
 Progress = Callable[[str], None]
 """Called once per unit of work with what is being done."""
@@ -62,8 +64,21 @@ class Plan:
     @property
     def size(self) -> int:
         """Number of quantised weights."""
-        shapes = (weight.shape for weight in self.checkpoint.weights.values())
-        return sum(n * k for n, k in shapes)
+        return sum(map(numel, self.checkpoint.weights.values()))
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """G of the modules that are batched linears."""
+        found = {name: group_count(self.checkpoint.weights[name]) for name in self.modules}
+        return {name: count for name, count in found.items() if count is not None}
+
+    def steps(self, ids: tuple[int, ...]) -> tuple[Step, ...]:
+        """The calls of the model over one prompt."""
+        return steps(ids, self.case.model.decode)
+
+    def runs_in(self, phase: str) -> bool:
+        """Whether the kernel is used in passes of this phase."""
+        return not phase or phase in self.config.phases
 
     def spec(self, module: str) -> LinearSpec:
         """What the kernel is asked to implement at ``module``."""
@@ -71,9 +86,10 @@ class Plan:
         return LinearSpec(
             n=weight.shape[0],
             k=weight.shape[1],
-            format=weight.format.name,
+            format=format_name(weight),
             bias=weight.bias is not None,
             activation_dtype=self.dtype,
+            groups=group_count(weight),
         )
 
     def can_implement(self, module: str) -> Support:
@@ -98,6 +114,9 @@ class Plan:
             dtype=_name(self.dtype),
             reference_dtype=_name(self.reference_dtype),
             modules=self.modules,
+            groups=self.groups,
+            phases=self.config.phases,
+            criteria=tuple(getattr(self.kernel, "criteria", ())),
             layers=self.checkpoint.structure.layers,
             parts=self.parts,
             levels=self.case.levels.run,
@@ -169,7 +188,9 @@ def _modules(checkpoint: Checkpoint, config: CandidateConfig, only: str) -> tupl
     known = list(checkpoint.weights)
     for glob in (*config.modules, only):
         if not any(fnmatchcase(name, glob) for name in known):
-            raise ConfigError(f"no quantised module matches {glob!r}: {nearest(glob, known)}")
+            raise ConfigError(
+                f"no module with a weight to judge matches {glob!r}: {nearest(glob, known)}"
+            )
     modules = tuple(
         name
         for name in known
@@ -198,7 +219,23 @@ def _prompts(case: Case, checkpoint: Checkpoint) -> tuple[tuple[int, ...], ...]:
         )
     if len(set(ids)) != len(ids):
         raise ConfigError(f"{where}: two prompts are equal after {case.model.max_tokens} tokens")
+    if decode := case.model.decode:
+        _check_decode(ids, decode, where)
     return tuple(ids)
+
+
+def _check_decode(ids: list[tuple[int, ...]], decode: int, where: str) -> None:
+    """ConfigError unless every prompt has a prefill, and no pass of one is also another's."""
+    if short := [len(tokens) for tokens in ids if len(tokens) <= decode]:
+        raise ConfigError(
+            f"{where}: a prompt of {short[0]} tokens leaves no prefill before decode = {decode}"
+        )
+    keys = [step.key for tokens in ids for step in steps(tokens, decode)]
+    if len(set(keys)) != len(keys):
+        raise ConfigError(
+            f"{where}: two prompts begin with the same tokens, so that passes of them are the "
+            f"same at decode = {decode}; make them differ before their last {decode} tokens"
+        )
 
 
 def _read_prompts(file: Path) -> list[Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from reconcile.case import GateConfig, Tolerance
 from reconcile.contract import Contract
+from reconcile.criteria import Criterion
 from reconcile.exceptions import TraceError
 from reconcile.kernel import Engine
 
@@ -30,6 +31,12 @@ class PlanRecord:
     reference_dtype: str
     modules: tuple[str, ...]
     """Modules that the kernel computes, in the model's order."""
+    groups: dict[str, int] = field(default_factory=dict)
+    """G of the modules that are batched linears."""
+    phases: tuple[str, ...] = ("prefill", "decode")
+    """Where the kernel is used."""
+    criteria: tuple[Criterion, ...] = ()
+    """Criteria of others that ops are shown beside."""
     layers: tuple[str, ...]
     parts: tuple[str, ...]
     """Modules that are compared isolated: decoder layers, final norm, head."""

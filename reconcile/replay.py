@@ -12,14 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from reconcile.exceptions import BuildError
+from reconcile.fallback import watching
+from reconcile.grouped import (
+    GroupedWeight,
+    StoredWeight,
+    group_count,
+    to_kernel,
+    to_module,
+)
 from reconcile.kernel import Engine, Kernel
 from reconcile.linears import DenseWeight
 from reconcile.report import Reason
 from reconcile.rounding import bit_view, bitwise_equal
 from reconcile.trace import visit_tensors
-from reconcile.weight import QuantizedWeight
-
-AnyWeight = QuantizedWeight | DenseWeight
 
 
 class KernelFailureError(Exception):
@@ -56,10 +61,16 @@ class Prepared:
     n: int
     k: int
     output: torch.dtype
+    groups: int | None = None
+    """G of a batched linear, whose x is [G, M, K]; None: a plain one."""
 
     @classmethod
-    def of(cls, kernel: Kernel, engine: Engine, weight: AnyWeight, output: torch.dtype) -> Prepared:
+    def of(
+        cls, kernel: Kernel, engine: Engine, weight: StoredWeight, output: torch.dtype
+    ) -> Prepared:
         """Let the kernel repack a copy of the weight; a dense one is given as its tensor.
+
+        A batched linear of dense groups is given as one tensor [G, N, K].
 
         The kernel never gets the tensors that the reference decodes, so that it cannot change
         what it is judged by, nor what the next kernel gets.
@@ -67,8 +78,7 @@ class Prepared:
         Raises:
             WeightChangedError: ``prepare`` wrote into the weight that it was given.
         """
-        own = _own_copy(weight)
-        given = own.tensor if isinstance(own, DenseWeight) else own
+        own, given = _own_copy(weight)
         prepared = kernel.prepare(given, engine)  # type: ignore[arg-type]
         if not all(map(bitwise_equal, _tensors(own), _tensors(weight))):
             raise WeightChangedError
@@ -81,11 +91,12 @@ class Prepared:
             n=weight.shape[0],
             k=weight.shape[1],
             output=output,
+            groups=group_count(weight),
         )
 
     @classmethod
     def attempt(
-        cls, kernel: Kernel, engine: Engine, weight: AnyWeight, output: torch.dtype
+        cls, kernel: Kernel, engine: Engine, weight: StoredWeight, output: torch.dtype
     ) -> Prepared | Call:
         """`of`, or why the kernel could not prepare the weight."""
         try:
@@ -107,7 +118,10 @@ class Prepared:
         before = _tensors(self.prepared, self.bias)
         kept = [tensor.clone() for tensor in before]
         try:
-            with poisoned_memory() if poison else _plain_memory(x, self.n):
+            with (
+                watching(self.kernel) as watch,
+                poisoned_memory() if poison else _plain_memory(x, self.n),
+            ):
                 y = self.kernel.apply(given, self.prepared, self.bias)
         except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
             return failed_call(error, f"on x {list(x.shape)}")
@@ -121,6 +135,8 @@ class Prepared:
         if not all(map(bitwise_equal, before, kept)):
             text = "changed its prepared weight or its bias"
             return Call(output=call.output, reason=Reason.INPUT_MUTATED, text=text)
+        if fallback := watch.fallback:
+            return Call(output=call.output, reason=Reason.FELL_BACK, text=fallback)
         return call
 
     def owning(self, call: Call, x: Tensor) -> Call:
@@ -208,34 +224,49 @@ def _places(mask: Tensor) -> str:
 
 
 class KernelLinear(nn.Module):
-    """A kernel in a model, in place of a linear. It never falls back to other code."""
+    """A kernel in a model, in place of a linear. It never falls back to other code unseen."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, elsewhere: nn.Module | None = None) -> None:
+        """``elsewhere`` computes while `used` is False: the phases that a route leaves alone."""
         super().__init__()
         self._prepared = prepared
+        self._elsewhere = elsewhere
+        self.used = True
         self.calls = 0
+        """Calls in which the kernel itself computed the result."""
         self.mutation = ""
         """What the latest call changed that was not its own; empty: nothing."""
+        self.fallback = ""
+        """Why the latest call's result is not the kernel's; empty: it is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., K] to [..., N]; KernelFailureError where the kernel gives no usable output.
+        """[..., K] to [..., N], of a batched linear [..., G, K] to [..., G, N].
 
-        x is passed as it is, not as a copy: what the kernel does to it happens to the model.
+        x is passed as it is, not as a copy: what the kernel does to it happens to the model. A
+        kernel that gives no usable output raises KernelFailureError.
         """
-        kept = x.clone()
-        with poisoned_memory():
+        self.mutation = self.fallback = ""
+        if not self.used and self._elsewhere is not None:
+            y: Tensor = self._elsewhere(x)
+            return y
+        prepared = self._prepared
+        given = to_kernel(x, prepared.groups)
+        kept = given.clone()
+        with watching(prepared.kernel) as watch, poisoned_memory():
             try:
-                y = self._prepared.kernel.apply(x, self._prepared.prepared, self._prepared.bias)
+                y = prepared.kernel.apply(given, prepared.prepared, prepared.bias)
             except BaseException as error:
-                call = failed_call(error, f"on x {list(x.shape)}")
-                raise KernelFailureError(self._prepared.name, call) from error
-        call = self._prepared.check_output(kept, y)
+                call = failed_call(error, f"on x {list(given.shape)}")
+                raise KernelFailureError(prepared.name, call) from error
+        call = prepared.check_output(kept, y)
         if call.output is None or not isinstance(y, Tensor):
-            raise KernelFailureError(self._prepared.name, call)
-        changed = not bitwise_equal(x, kept)
+            raise KernelFailureError(prepared.name, call)
+        changed = not bitwise_equal(given, kept)
         self.mutation = "changed its input in the model run" if changed else ""
-        self.calls += 1
-        return y  # not the copy: a workspace that the next call overwrites must show
+        self.fallback = watch.fallback
+        self.calls += not self.fallback
+        # not the copy: a workspace that the next call overwrites must show
+        return to_module(y, x.shape[:-2], prepared.groups)
 
 
 class WeightChangedError(Exception):
@@ -263,12 +294,28 @@ def failed_call(error: BaseException, where: str) -> Call:
     return Call(output=None, reason=Reason.RAISED, text=f"raised {name} {where}: {text}")
 
 
-def _own_copy(weight: AnyWeight) -> AnyWeight:
-    """The weight over tensors of its own."""
+def _own_copy(weight: StoredWeight) -> tuple[StoredWeight, StoredWeight | Tensor]:
+    """The weight over tensors of its own, and the form in which a kernel gets it."""
+    if isinstance(weight, GroupedWeight):
+        return _own_groups(weight)
     bias = None if weight.bias is None else weight.bias.clone()
     if isinstance(weight, DenseWeight):
-        return replace(weight, tensor=weight.tensor.clone(), bias=bias)
-    return replace(weight, codes=weight.codes.clone(), scales=weight.scales.clone(), bias=bias)
+        dense = replace(weight, tensor=weight.tensor.clone(), bias=bias)
+        return dense, dense.tensor
+    own = replace(weight, codes=weight.codes.clone(), scales=weight.scales.clone(), bias=bias)
+    return own, own
+
+
+def _own_groups(weight: GroupedWeight) -> tuple[GroupedWeight, GroupedWeight | Tensor]:
+    """The same of a batched weight: dense groups are views of the one tensor that is given."""
+    copies = [_own_copy(group)[0] for group in weight.groups]
+    dense = [copy for copy in copies if isinstance(copy, DenseWeight)]
+    if not dense:
+        own = replace(weight, groups=tuple(copies))  # type: ignore[arg-type]
+        return own, own
+    stacked = torch.stack([copy.tensor for copy in dense])
+    views = [replace(copy, tensor=part) for copy, part in zip(dense, stacked, strict=True)]
+    return replace(weight, groups=tuple(views)), stacked
 
 
 @contextmanager

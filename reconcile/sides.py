@@ -39,15 +39,17 @@ class Sides:
     gallery: Gallery = field(default_factory=Gallery)
     """Chooses the rows whose tensors are looked at closely."""
 
-    def pooled(self, kind: str, tap: str) -> dict[str, float] | None:
+    def pooled(self, kind: str, tap: str, phase: str = "") -> dict[str, float] | None:
         """The largest of each statistic of plain torch over all prompts, or None.
 
         ``kind``: ``isolated`` (parts on the reference's inputs), ``chained`` (free runs), or
-        ``ops`` (single ops on the reference's inputs).
+        ``ops`` (single ops on the reference's inputs). ``phase``: prefill and decode, where they
+        are told apart, have limits of their own.
         """
         pairs = self.chained if kind == "chained" else self.isolated
         table = "ops" if kind == "ops" else "baseline"
-        found = [r.meta.get(table, {}).get(tap) for _, r in pairs.values()]
+        passes = [r for _, r in pairs.values() if phase_of(r) == phase]
+        found = [r.meta.get(table, {}).get(tap) for r in passes]
         return largest([stats for stats in found if stats is not None])
 
     def isolated_rmse(self, tap: str, key: str) -> float | None:
@@ -58,6 +60,11 @@ class Sides:
         if c.tensors[tap].shape != r.tensors[tap].shape:
             return None
         return error_stats(c.tensors[tap], r.tensors[tap]).rmse
+
+    def judged(self, pairs: Pairs) -> Pairs:
+        """The passes in which the kernel is used."""
+        phases = ("", *self.record.phases)
+        return {key: pair for key, pair in pairs.items() if phase_of(pair[1]) in phases}
 
     def tolerance(self, tap: str) -> Tolerance | None:
         """The fixed tolerance that the case sets for this tap; the first match counts."""
@@ -118,6 +125,11 @@ def to_row(
     )
 
 
+def phase_of(recorded: Pass) -> str:
+    """``prefill``, ``decode``, or empty where the two are not told apart."""
+    return str(recorded.meta.get("phase", ""))
+
+
 def largest(tables: list[dict[str, float]]) -> dict[str, float] | None:
     """Elementwise maximum of tables with the same keys; None of no table."""
     if not tables:
@@ -137,7 +149,7 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
             f"the first trace is of {reference.provenance.side!r}, not of the reference: "
             "compare REF CAND"
         )
-    for name in ("dtype", "reference_dtype", "contract", "modules", "parts", "layers"):
+    for name in ("dtype", "reference_dtype", "contract", "modules", "groups", "parts", "layers"):
         if getattr(ours, name) != getattr(theirs, name):
             raise TraceError(
                 f"the two traces differ in {name}: candidate {getattr(ours, name)}, reference "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from reconcile.grouped import GroupedWeight, StoredWeight
 from reconcile.linears import DenseWeight
 from reconcile.weight import QuantizedWeight
 
@@ -15,8 +16,11 @@ FORMAT_MAXIMA = {448.0: "E4M3", 240.0: "E4M3FNUZ", 57344.0: "E5M2", 6.0: "E2M1",
 """Largest magnitude of number formats: a weight that reaches one exactly was not dequantised."""
 
 
-def suspicions(weight: QuantizedWeight | DenseWeight) -> list[str]:
+def suspicions(weight: StoredWeight) -> list[str]:
     """What speaks against judging by this weight; empty where nothing does."""
+    if isinstance(weight, GroupedWeight):
+        each = enumerate(weight.groups)
+        return [f"group {g}: {text}" for g, group in each for text in suspicions(group)]
     values = weight.dequantize(torch.float64)
     found = []
     odd = int((~values.isfinite()).sum())
@@ -56,7 +60,7 @@ def _maxima(weight: QuantizedWeight | DenseWeight) -> dict[float, str]:
 
 
 def weight_facts(
-    weight: QuantizedWeight, again: Tensor | None, original: Tensor | None
+    weight: StoredWeight, again: Tensor | None, original: Tensor | None
 ) -> dict[str, Any]:
     """What the report says about a decoded weight, apart from any kernel.
 
@@ -73,12 +77,15 @@ def weight_facts(
     """
     found = suspicions(weight)
     values = weight.dequantize(torch.float64)
-    scales = weight.format.scale_values(weight.scales)
-    stats: dict[str, Any] = {
-        "zero_share": float((values == 0).double().mean()),
-        "scale_min": float(scales.min()),
-        "scale_max": float(scales.max()),
-    }
+    stats: dict[str, Any] = {"zero_share": float((values == 0).double().mean())}
+    groups = weight.groups if isinstance(weight, GroupedWeight) else (weight,)
+    stored = [group for group in groups if isinstance(group, QuantizedWeight)]
+    if stored:
+        scales = [group.format.scale_values(group.scales) for group in stored]
+        stats |= {
+            "scale_min": min(float(part.min()) for part in scales),
+            "scale_max": max(float(part.max()) for part in scales),
+        }
     if again is not None:
         stats["second_decoder_agrees"] = torch.equal(values, again)
         if not stats["second_decoder_agrees"]:
@@ -88,4 +95,5 @@ def weight_facts(
         exact = original.to(torch.float64)
         noise, power = (values - exact).square().sum(), exact.square().sum()
         stats["quantisation_sqnr_db"] = float(10 * torch.log10(power / noise))
-    return {"suspicions": found, "stats": stats, "block": list(weight.format.block or ())}
+    block = stored[0].format.block if stored else None
+    return {"suspicions": found, "stats": stats, "block": list(block or ())}

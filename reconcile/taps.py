@@ -18,6 +18,9 @@ from reconcile.exceptions import TapError, nearest
 from reconcile.rounding import bit_view, round_to
 from reconcile.trace import Store, Tap, Trace, TraceMemory, TraceWriter, visit_tensors
 
+CACHES = ("past_key_values", "cache")
+"""Names under which transformers' models take their KV cache."""
+
 
 @contextmanager
 def taps(
@@ -229,6 +232,8 @@ def _forcing(ports: Mapping[str, Tensor], dtype: torch.dtype) -> Any:  # noqa: A
             return value if given is None else given.to(device=value.device, dtype=dtype)
         if isinstance(value, tuple | list):
             return type(value)(replace(item, f"{port}.{i}") for i, item in enumerate(value))
+        if isinstance(value, dict):
+            return {key: replace(item, f"{port}.{key}") for key, item in value.items()}
         return value
 
     def hook(
@@ -260,16 +265,14 @@ def fingerprint(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     found: dict[str, Tensor] = {}
     for index, value in enumerate(args):
         visit_tensors(value, f"in{index}", found.__setitem__)
-    visit_tensors(
-        {k: v for k, v in kwargs.items() if k != "past_key_values"}, "in", found.__setitem__
-    )
+    visit_tensors({k: v for k, v in kwargs.items() if k not in CACHES}, "in", found.__setitem__)
     exact = {name: t for name, t in found.items() if not t.is_floating_point()}
     digest = hashlib.sha256()
     for name, tensor in sorted((exact or found).items()):
         values = round_to(tensor, torch.bfloat16) if tensor.is_floating_point() else tensor
         digest.update(f"{name}{list(values.shape)}".encode())
         digest.update(bit_view(values.detach().cpu().contiguous()).numpy().tobytes())
-    cache = kwargs.get("past_key_values")
+    cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
     if cache is not None and hasattr(cache, "get_seq_length"):
         digest.update(f"cache{cache.get_seq_length()}".encode())
     return digest.hexdigest()[:16]

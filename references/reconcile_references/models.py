@@ -1,4 +1,4 @@
-"""Transformers decoders over unpacked weights."""
+"""Transformers decoders over unpacked, or unquantised, weights."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from transformers.initialization import no_init_weights
 
 from reconcile.contract import DTYPES
 from reconcile.exceptions import CheckpointError
+from reconcile.grouped import GroupedWeight, StoredWeight
+from reconcile.linears import DenseWeight
 from reconcile.model import MakeLinear, Structure
 from reconcile.weight import QuantizedWeight
 from reconcile_references.checkpoint import (
@@ -24,6 +26,7 @@ from reconcile_references.checkpoint import (
     read_config,
     read_tensors,
 )
+from reconcile_references.dense import dense_linears, dense_weights
 from reconcile_references.load_rules import apply_rule
 from reconcile_references.precise import preserve_float64
 from reconcile_references.scheme import Scheme, read_scheme
@@ -50,9 +53,9 @@ class TransformersCheckpoint:
     path: Path
     sha256: str
     dtype: str
-    weights: Mapping[str, QuantizedWeight]
+    weights: Mapping[str, StoredWeight]
     dense: Mapping[str, Tensor]
-    """Every tensor that is not part of a quantised linear, by checkpoint name."""
+    """Every tensor that is not part of one of ``weights``, by checkpoint name."""
     structure: Structure
     config: transformers.PreTrainedConfig
     activation_scales: Mapping[str, Tensor] = field(default_factory=dict)
@@ -69,7 +72,8 @@ class TransformersCheckpoint:
     def build(self, dtype: torch.dtype, make_linear: MakeLinear) -> nn.Module:
         """The model in ``dtype``; dense tensors are converted from their stored dtype once.
 
-        In float64 the buffers that the model computes, as the frequencies of RoPE, are float64 too.
+        In float64 the buffers that the model computes, as the frequencies of RoPE, are float64 too,
+        and so are the parameters that the architecture keeps in float32 whatever ``dtype`` is.
         Attention is transformers' ``eager`` implementation, so that the reference, the
         baseline and the candidate run the same operations.
         """
@@ -77,8 +81,9 @@ class TransformersCheckpoint:
             model = _empty_model(self.config, dtype)
         for name, weight in self.weights.items():
             model.set_submodule(name, make_linear(name, weight))
-        state = {name: tensor.to(dtype) for name, tensor in self.dense.items()}
-        model.load_state_dict(state, strict=False, assign=False)
+        if dtype == torch.float64:
+            model.to(dtype)
+        model.load_state_dict(dict(self.dense), strict=False, assign=False)
         model.tie_weights()
         built: nn.Module = model.eval().requires_grad_(False)
         return built
@@ -127,7 +132,8 @@ class TransformersModels:
         """Read and check a checkpoint.
 
         Every linear that the architecture has and the config does not exclude must be there in
-        the declared format; every other parameter must be there dense; nothing may be left over.
+        the declared format, or unquantised where none is declared; every other parameter must be
+        there dense; nothing may be left over.
 
         Args:
             path: directory of the checkpoint.
@@ -143,14 +149,23 @@ class TransformersModels:
         skeleton = _skeleton(config, path)
         structure = _structure(skeleton)
         tensors = read_tensors(path)
-        linears = _quantized_linears(skeleton, scheme, structure.head, path)
-        parts = _parts(linears, scheme, tensors, path)
-        weights = _quantized(linears, scheme, parts, tensors, path)
-        consumed = {f"{name}.weight" for name in weights}.union(*(p.names for p in parts.values()))
+        weights: Mapping[str, StoredWeight]
+        parts: dict[str, Parts] = {}
+        notes: tuple[str, ...] = ()
+        if scheme is None:
+            weights = _unquantized(skeleton, structure.head, tensors, path, rule)
+            consumed = {f"{n}.bias" for n, weight in weights.items() if weight.bias is not None}
+        else:
+            linears = _quantized_linears(skeleton, scheme, structure.head, path)
+            parts = _parts(linears, scheme, tensors, path)
+            weights = stored = _quantized(linears, scheme, parts, tensors, path)
+            consumed = set().union(*(p.names for p in parts.values()))
+            if rule:
+                weights, notes = apply_rule(rule, stored)
+        consumed |= {f"{name}.weight" for name in weights}
         dense = {name: tensor for name, tensor in tensors.items() if name not in consumed}
         _check_names(skeleton, consumed, dense, path)
         _check_dense(skeleton, dense, path)
-        weights, notes = apply_rule(rule, weights) if rule else (weights, ())
         return TransformersCheckpoint(
             path=path,
             sha256=checkpoint_hash(path, rule),
@@ -162,6 +177,19 @@ class TransformersModels:
             structure=structure,
             config=config,
         )
+
+
+def _unquantized(
+    skeleton: nn.Module,
+    head: str | None,
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    rule: str | None,
+) -> dict[str, DenseWeight | GroupedWeight]:
+    """The weights of a checkpoint that declares no quantisation."""
+    if rule:
+        raise CheckpointError(f"{path}: load rule {rule!r} needs quantised weights, here are none")
+    return dense_weights(dense_linears(skeleton, head), tensors, path)
 
 
 def _model_config(path: Path) -> transformers.PreTrainedConfig:
@@ -201,8 +229,15 @@ def _from_config(
     config: transformers.PreTrainedConfig, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(
-        copy.deepcopy(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        _eager_experts(config), dtype=dtype, attn_implementation="eager", trust_remote_code=False
     )
+
+
+def _eager_experts(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """A copy under which a mixture of experts runs expert by expert, which float64 can do too."""
+    own = copy.deepcopy(config)
+    own._experts_implementation = "eager"
+    return own
 
 
 def _quantized_linears(

@@ -99,8 +99,10 @@ class Scheme:
         return form, stored
 
 
-def read_scheme(config: Declared, where: Path) -> Scheme:
+def read_scheme(config: Declared, where: Path) -> Scheme | None:
     """The quantisation that ``config.json`` or ModelOpt's ``hf_quant_config.json`` declares.
+
+    None where neither declares any: then every weight is stored as it is.
 
     ======================= ===================================================================
     quant_method            format
@@ -116,9 +118,11 @@ def read_scheme(config: Declared, where: Path) -> Scheme:
     ======================= ===================================================================
 
     Raises:
-        CheckpointError: no declaration, one that is not supported, or one that contradicts itself.
+        CheckpointError: a declaration that is not supported, or one that contradicts itself.
     """
     file, declared = _declaration(config, where)
+    if declared is None:
+        return None
     method = str(declared.get("quant_method"))
     if method not in _READERS:
         raise CheckpointError(
@@ -128,8 +132,8 @@ def read_scheme(config: Declared, where: Path) -> Scheme:
     return _READERS[method](declared, file)
 
 
-def _declaration(config: Declared, where: Path) -> tuple[Path, Declared]:
-    """The file that declares the quantisation, and what it says."""
+def _declaration(config: Declared, where: Path) -> tuple[Path, Declared | None]:
+    """The file that declares the quantisation, and what it says; None: nothing."""
     file, own = where / "config.json", config.get("quantization_config")
     if isinstance(own, dict):
         return file, own
@@ -140,10 +144,9 @@ def _declaration(config: Declared, where: Path) -> tuple[Path, Declared]:
             return other, {"quant_method": "modelopt"} | body
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise CheckpointError(f"{other}: expected a table 'quantization': {error}") from error
-    raise CheckpointError(
-        f"{file}: no quantization_config: nothing here is quantised, so there is no kernel to "
-        "reconcile"
-    )
+    if own is not None:
+        raise CheckpointError(f"{file}: quantization_config: expected a table, got {own!r}")
+    return file, None
 
 
 # --------------------------------------------------------------------------- one per method

@@ -15,7 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from reconcile.grouped import GroupedWeight, StoredWeight
+from reconcile.linears import DenseWeight
 from reconcile.weight import QuantizedWeight
+from reconcile_references.dense import decode_dense_again
 
 _FLOAT8 = {
     "fp8_e4m3_tensor": torch.float8_e4m3fn,
@@ -28,8 +31,14 @@ _FLOAT8 = {
 }
 
 
-def decode_again(weight: QuantizedWeight) -> Tensor | None:
-    """The weight [N, K] in float64, or None for a format that has no second decoder."""
+def decode_again(weight: StoredWeight) -> Tensor | None:
+    """The weight [N, K] ([G, N, K]) in float64, or None for a format without second decoder."""
+    if isinstance(weight, GroupedWeight):
+        parts = [decode_again(group) for group in weight.groups]
+        known = [part for part in parts if part is not None]
+        return torch.stack(known) if len(known) == len(parts) else None
+    if isinstance(weight, DenseWeight):
+        return decode_dense_again(weight)
     name = weight.format.name
     if name in _TERNARY:
         values = _TERNARY[name](weight)

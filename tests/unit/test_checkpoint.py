@@ -259,8 +259,11 @@ def quantization(**changes):
 
 
 CONFIGS = {
-    "no scheme": (lambda c: c.pop("quantization_config"), ["no quantization_config"]),
-    "scheme is no table": (lambda c: c.update(quantization_config=3), ["no quantization_config"]),
+    "no scheme": (
+        lambda c: c.pop("quantization_config"),
+        ["no quantization_config", "torch.uint8"],
+    ),
+    "scheme is no table": (lambda c: c.update(quantization_config=3), ["a table, got 3"]),
     "unknown method": (quantization(quant_method="bitnett"), ["'bitnett' is not", '"bitnet"?']),
     "method of others": (quantization(quant_method="awq"), ["'awq' is not supported", "Known:"]),
     "no method": (quantization(quant_method=None), ["quant_method None"]),
