@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from reconcile.activation import QUANTISERS
 from reconcile.contract import DTYPES, Contract
@@ -63,9 +64,13 @@ def reference_weight(weight: Weight, contract: Contract, dtype: torch.dtype) -> 
 
 
 def operand(x: Tensor, contract: Contract) -> Tensor:
-    """X after the declared quantiser, and with subnormals as zeros where that is declared (DAZ)."""
+    """X after the declared quantiser, and with subnormals as zeros where that is declared (DAZ).
+
+    The quantiser's float32 is meant: no mode that keeps a model in float64 reaches into it.
+    """
     if contract.activation != "none":
-        x = QUANTISERS[contract.activation](x)
+        with _disable_current_modes():
+            x = QUANTISERS[contract.activation](x)
     if contract.flush_subnormals:
         x = torch.where(x.abs() < SMALLEST_NORMAL, 0.0, x)
     return x

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from reconcile.activation import QUANTISERS, mxfp8, per_token_fp8, per_token_int8
 from reconcile.contract import Contract
-from reconcile.linears import BaselineLinear, ReferenceLinear
+from reconcile.linears import BaselineLinear, ReferenceLinear, operand
 from reconcile.probes import random_weight, synthetic
 from reconcile.registry import formats
+from reconcile_references.precise import preserve_float64
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -102,3 +103,13 @@ def test_the_reference_and_the_baseline_apply_it(name):
     unquantised = (x.double() @ weight.dequantize().T - exact).square().sum()
     assert error < 5e-5
     assert unquantised > 0
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_a_mode_that_keeps_float64_does_not_change_the_declared_arithmetic(name):
+    """The free run of a reference: its float64 islands are not the quantiser's."""
+    contract = Contract(activation=name)
+    for x in (_x(torch.float32).double() * (1 + 2.0**-30), _x(torch.bfloat16).double()):
+        expected = QUANTISERS[name](x)
+        with preserve_float64():
+            assert torch.equal(operand(x, contract), expected)

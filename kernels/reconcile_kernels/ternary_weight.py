@@ -1,0 +1,59 @@
+"""Ternary weights of any registered format as values and one scale per row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reconcile import registry
+from reconcile.exceptions import KernelError
+from reconcile.weight import Format, QuantizedWeight
+
+
+def is_ternary(form: Format) -> bool:
+    """Whether the legal codes of a format stand for -1, 0 and +1 only."""
+    legal = {value for code, value in enumerate(form.table) if code not in form.invalid}
+    return legal <= {-1.0, 0.0, 1.0}
+
+
+def row_scaled_formats() -> tuple[str, ...]:
+    """Registered ternary formats with one scale, or one per output row."""
+    return tuple(
+        name
+        for name, form in registry.formats().items()
+        if is_ternary(form) and form.granularity != "block"
+    )
+
+
+def ternary_values(weight: QuantizedWeight, where: str) -> Tensor:
+    """The weight before its scale, int8 [N, K] in {-1, 0, +1}; KernelError for another value."""
+    codes, table = weight.unpacked(), weight.format.table
+    plus, minus, zero = (_any_of(codes, table, value) for value in (1.0, -1.0, 0.0))
+    other = ~(plus | minus | zero)
+    if bool(other.any()):
+        row, column = (int(i) for i in other.nonzero()[0])
+        raise KernelError(
+            f"{where}: expected values -1, 0 and +1, got {table[int(codes[row, column])]:g} at "
+            f"[n={row}, k={column}], {int(other.sum())} of {other.numel()} in all"
+        )
+    return plus.to(torch.int8) - minus.to(torch.int8)
+
+
+def _any_of(codes: Tensor, table: tuple[float, ...], value: float) -> Tensor:
+    """Where a code stands for ``value``."""
+    found = torch.zeros_like(codes, dtype=torch.bool)
+    for code, meaning in enumerate(table):
+        if meaning == value:
+            found |= codes == code
+    return found
+
+
+def row_scales(weight: QuantizedWeight, rows: int) -> Tensor:
+    """One scale per row as float32 [rows]; rows beyond N, which no result uses, get 1.
+
+    Exact, since scales are stored as float32, bfloat16 or float16.
+    """
+    stored = weight.format.scale_values(weight.scales).to(torch.float32)
+    padded = torch.ones(rows)
+    padded[: weight.shape[0]] = stored.expand(weight.shape[0])
+    return padded

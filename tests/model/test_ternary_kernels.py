@@ -1,0 +1,26 @@
+"""The ternary kernels inside the embedded model: every level passes."""
+
+from dataclasses import replace
+
+import pytest
+
+import reconcile
+from reconcile import registry
+from reconcile.report import Level
+
+
+@pytest.fixture(scope="module")
+def session():
+    case = reconcile.load_case(registry.embedded_case())
+    return reconcile.session(replace(case, gate=replace(case.gate, require=())))
+
+
+@pytest.mark.parametrize("name", ["ternary_cpu.bf16", "ternary_cpu.int8"])
+def test_the_embedded_case_passes(session, name):
+    kernel = registry.kernel(name)
+    if not (support := kernel.is_supported(kernel.engines[0])):
+        pytest.skip(support.reason)
+    report = session.run(kernel=name)
+    report.raise_for_verdict()
+    assert {row.level for row in report.rows} == {Level.WEIGHT, Level.OP, Level.MODULE, Level.MODEL}
+    assert {row.engine for row in report.rows if row.level is Level.OP} == {kernel.engines[0].name}
