@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from reconcile.contract import Contract
+from reconcile.diff import Difference
 from reconcile.exceptions import ConfigError, KernelError, nearest
 from reconcile.kernel import FunctionKernel, Kernel
 from reconcile.model import ModelSource
@@ -148,6 +149,12 @@ def reporter(name: str) -> tuple[Callable[[Report], str], str | None]:
 def case_names() -> list[str]:
     """Names of the embedded cases."""
     return sorted(_group("cases"))
+
+
+def diff_reporter(name: str) -> tuple[Callable[[Difference], str], str | None]:
+    """A renderer of two reports side by side, and the name of its file (None: the terminal)."""
+    render = cast("Callable[[Difference], str]", _load("diff_reporters", name))
+    return render, cast("str | None", sys.modules[render.__module__].FILENAME)
 
 
 def embedded_case(name: str | None = None) -> Path:

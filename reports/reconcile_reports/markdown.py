@@ -1,37 +1,60 @@
-"""``summary.md``: a short summary for the page of a CI job."""
+"""``summary.md``: a summary for a pull request or the page of a CI job, in the page's order."""
 
 from __future__ import annotations
 
 import re
 
 from reconcile.report import Report, Row, Verdict
-from reconcile_reports import summary
-from reconcile_reports.wording import number, one_line, plural, shape
+from reconcile_reports import story, summary
+from reconcile_reports.wording import cut, number, one_line, plural, shape
 
 FILENAME: str | None = "summary.md"
 """Name of the file in a run directory."""
 
-SHOWN = 20
-"""Rows and names that a list shows before it is cut."""
+LINES = 60
+"""Most lines of the text."""
+
+SHOWN = 12
+"""Failing rows that are shown; rows that differ in their pass only are one."""
+
+FEW = 4
+"""Entries of the other lists."""
 
 
 def render(report: Report) -> str:
     """The summary as GitHub-flavoured Markdown."""
     blocks = [
         f"## {report.verdict.value}: {escape(report.case)}",
+        f"**{_ticked(story.sentence(report))}**",
         f"{_sentence(summary.headline(report))} Exit code {report.exit_code}; "
         f"{escape(summary.when(report))}.",
         _emulated(report),
         _divergence(report),
         _counts(report),
         _failing(report),
-        _inconclusive(report),
         _coverage(report),
+        _bullets("Not checked", [escape(text) for text in story.not_checked(report)]),
+        _inconclusive(report),
         _notes(report),
         _labels(report),
         f"Command: {code(report.command)}" if report.command else "",
     ]
-    return "\n\n".join(filter(None, blocks)) + "\n"
+    lines = "\n\n".join(filter(None, blocks)).splitlines()
+    if len(lines) > LINES:
+        lines = [*lines[: LINES - 1], "... more in report.html"]
+    return "\n".join(lines) + "\n"
+
+
+def _ticked(text: str) -> str:
+    """A sentence whose parts between backticks are code."""
+    parts = text.split("`")
+    return "".join(code(part) if at % 2 else _kept(part) for at, part in enumerate(parts))
+
+
+def _kept(part: str) -> str:
+    """`escape` that keeps a blank at either end."""
+    inner = escape(part)
+    return f"{' ' if part[:1] == ' ' else ''}{inner}{' ' if part[-1:] == ' ' and inner else ''}"
 
 
 def escape(text: str) -> str:
@@ -65,12 +88,12 @@ def _sentence(text: str) -> str:
 
 
 def _bullets(title: str, lines: list[str]) -> str:
-    """A titled list, cut after ``SHOWN`` lines; empty where there are none."""
+    """A titled list, cut after ``FEW`` lines; empty where there are none."""
     if not lines:
         return ""
-    shown = [f"- {line}" for line in lines[:SHOWN]]
-    if len(lines) > SHOWN:
-        shown.append(f"- ... and {len(lines) - SHOWN} more")
+    shown = [f"- {line}" for line in lines[:FEW]]
+    if len(lines) > FEW:
+        shown.append(f"- ... and {len(lines) - FEW} more")
     return "\n".join([f"### {title}", "", *shown])
 
 
@@ -122,27 +145,31 @@ def _failing(report: Report) -> str:
     rows = [item.row for item in summary.failing(report)]
     if not rows:
         return ""
+    groups = summary.alike(rows)
     lines = [
         [
             row.level.value,
             code(row.tap),
-            code(row.check),
+            code(row.check) + (f" ({count} passes)" if count > 1 else ""),
             shape(row.shape),
             str(row.reason),
             number(row.utilisation),
-            escape(summary.seen(row)),
+            escape(cut(summary.seen(row), 160)),
+            escape(cause.name) if (cause := next(iter(story.explanations(row)), None)) else "-",
         ]
-        for row in rows[:SHOWN]
+        for row, count in groups[:SHOWN]
     ]
-    header = ["level", "tap", "check", "shape", "reason", "utilisation", "seen"]
-    more = f"\n\n... and {len(rows) - SHOWN} more failing rows" if len(rows) > SHOWN else ""
+    header = ["level", "tap", "check", "shape", "reason", "utilisation", "seen", "cause"]
+    more = f"\n\n... and {len(groups) - SHOWN} more failing rows" if len(groups) > SHOWN else ""
     return f"### {plural(len(rows), 'failing row')}\n\n{_table(header, lines)}{more}"
 
 
 def _inconclusive(report: Report) -> str:
     rows = [item.row for item in summary.open_rows(report)]
     lines = [
-        f"{code(row.tap)}, {_check(row)}: {row.reason}, {escape(summary.seen(row))}" for row in rows
+        f"{code(row.tap)}, {_check(row)}{f' ({count} passes)' if count > 1 else ''}: "
+        f"{row.reason}, {escape(cut(summary.seen(row), 120))}"
+        for row, count in summary.alike(rows)
     ]
     return _bullets(plural(len(rows), "inconclusive row"), lines)
 

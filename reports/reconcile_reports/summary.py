@@ -101,6 +101,14 @@ def open_rows(report: Report) -> list[Indexed]:
     return [item for item in inconclusive(report) if item.index not in report.allowed_rows]
 
 
+def alike(rows: list[Row]) -> list[tuple[Row, int]]:
+    """Rows that differ only in their pass as the first of them and their number, in order."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.reason, row.level, row.tap, row.check, row.shape), []).append(row)
+    return [(group[0], len(group)) for group in groups.values()]
+
+
 def ran_as(row: Row) -> RanAs:
     """The labels of one row."""
     return RanAs(row.kernel, row.engine, row.implementation, row.execution, row.fidelity)

@@ -493,8 +493,13 @@ def test_markdown_neutralises_hostile_text():
 
 def test_markdown_cuts_the_list_of_failing_rows():
     text = render("markdown", many())
-    assert len(tables(text)[1]) == 2 + 20
-    assert "... and 25 more failing rows" in text
+    assert len(tables(text)[1]) == 2 + 12
+    assert "... and 33 more failing rows" in text
+
+
+@each_report
+def test_markdown_is_of_the_size_of_a_comment(make):
+    assert len(render("markdown", make()).splitlines()) <= 60
 
 
 # terminal
@@ -507,12 +512,67 @@ def test_terminal_is_plain_and_starts_with_the_verdict(make):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
 
 
-@pytest.mark.parametrize("make", [passing, failing, empty, allowed, uncovered, required, many])
+def long_names():
+    taps = [f"model.{'decoder.' * n}layers.3.mlp.down_proj:out" for n in (1, 8, 40)]
+    bad = {"verdict": Verdict.FAIL, "reason": Reason.OVER_LIMIT, "text": "word " * 60}
+    return report(*(limited(2.0, tap=tap, check="c" * n, **bad) for n, tap in enumerate(taps)))
+
+
+@pytest.mark.parametrize("make", [*REPORTS, long_names], ids=lambda make: make.__name__)
 def test_terminal_keeps_to_100_columns(make):
     assert max(map(len, render("terminal", make()).splitlines())) <= 100
+
+
+def test_terminal_keeps_the_end_of_a_long_tap():
+    lines = [line for line in render("terminal", long_names()).splitlines() if "word" in line]
+    assert [line for line in lines if line.startswith("  over_limit")]
+    assert all("mlp.down_proj:out" in line for line in lines if line.startswith("  over_limit"))
 
 
 def test_terminal_cuts_the_list_of_failing_rows():
     lines = render("terminal", many()).splitlines()
     assert sum(line.startswith("  shape") for line in lines) == 20
     assert "... and 25 more" in lines
+
+
+# the verdict's sentence, in every text
+
+
+def explained(explains=1.0):
+    causes = (
+        Diagnosis(name="scale_missing", explains=0.2, text="the scale is missing"),
+        Diagnosis(name="bit_order", explains=explains, text="codes are read high bits first"),
+    )
+    rows = [limited(0.1, tap=f"model.layers.{n}.mlp.up_proj:out") for n in range(3)]
+    bad = {"verdict": Verdict.FAIL, "reason": Reason.OVER_LIMIT, "text": "3 elements outside"}
+    rows.append(limited(9.0, tap="model.layers.3.mlp.up_proj:out", diagnosis=causes, **bad))
+    return report(*rows)
+
+
+@pytest.mark.parametrize("name", ["html", "markdown", "terminal"])
+def test_the_sentence_names_op_place_cause_and_share(name):
+    text = " ".join(render(name, explained()).replace("<wbr>", "").replace("`", "").split())
+    text = re.sub(r"</?code>", "", text)
+    assert (
+        "model.layers.3.mlp.up_proj is the first wrong op of 4; cause: codes are read high bits "
+        "first, which explains 100 % of the error"
+    ) in text
+    assert "the scale is missing" in text or name == "markdown"  # the runner-up
+
+
+def test_a_cause_that_explains_nearly_all_is_not_said_to_explain_all():
+    assert "explains 99.9 % of the error" in render("markdown", explained(0.99999))
+
+
+def test_a_pass_says_what_is_nearest_to_its_limit():
+    text = render("markdown", passing())
+    assert "nearest to its limit is `model.layers.0.mlp.down_proj:out`" in text
+    assert "at 0.5 of it" in text
+
+
+@pytest.mark.parametrize("name", ["html", "markdown", "terminal"])
+def test_what_was_not_checked_is_said_with_its_reason(name):
+    open_row = row("b:out", verdict=Verdict.INCONCLUSIVE, reason=Reason.NOT_RUN, text="no AMX here")
+    text = render(name, report(limited(0.5), open_row, notices=("sampled: 15% of K",)))
+    for part in ("1 row not_run", "no AMX here", "15% of K", "no rows of level module, model"):
+        assert part in text.replace("&#95;", "_"), part
