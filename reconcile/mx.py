@@ -64,7 +64,7 @@ def quantise(x: Tensor, rule: MxRule) -> Mx:
     """
     wide = x.to(torch.float32) if rule.negative_zero else x.to(torch.float32) + 0.0
     k = wide.shape[-1]
-    grouped = pad(wide, (0, -k % GROUP)).reshape(*wide.shape[:-1], -1, GROUP)
+    grouped = pad(wide, (0, -k % GROUP)).reshape(*wide.shape[:-1], -(-k // GROUP), GROUP)
     amax = grouped.abs().amax(-1)
     usual = rule.byte(torch.where(amax.isfinite(), amax, 0.0)).clamp(0, NAN_BYTE)
     inf_byte, nan_byte = rule.nonfinite
