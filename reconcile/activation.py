@@ -8,9 +8,13 @@ is exact from there on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from reconcile import mx
+from reconcile.contract import MX
 
 Quantiser = Callable[[Tensor], Tensor]
 """x [..., K] of any floating dtype to the values that its codes stand for, float64 [..., K]."""
@@ -40,20 +44,9 @@ def per_token_fp8(x: Tensor) -> Tensor:
     return _spoilt_as(x, codes.to(torch.float64) * scale.to(torch.float64))
 
 
-def mxfp8(x: Tensor) -> Tensor:
-    """E4M3 with one power of two per 32 values of K: floor(log2 max|x|) - 8, at least -127.
-
-    Elements are rounded to nearest even and saturate at 448. Source: OCP Microscaling Formats
-    (MX) v1.0, section 6.3. A last group of fewer than 32 values is a group of its own.
-    """
-    wide = x.to(torch.float64)
-    k = wide.shape[-1]
-    padded = torch.nn.functional.pad(wide, (0, -k % 32)).reshape(*wide.shape[:-1], -(-k // 32), 32)
-    amax = padded.abs().amax(-1, keepdim=True)
-    exponent = (torch.frexp(amax).exponent - 1 - 8).clamp(-127, 127)
-    scale = torch.ldexp(torch.ones_like(amax), exponent)
-    codes = (padded / scale).clamp(-448.0, 448.0).to(torch.float32).to(torch.float8_e4m3fn)
-    return _spoilt_as(x, (codes.to(torch.float64) * scale).flatten(-2)[..., :k])
+def mxfp8(x: Tensor, name: str = "mxfp8") -> Tensor:
+    """E4M3 with one power of two per 32 values of K, by a rule of `reconcile.mx`."""
+    return _spoilt_as(x, mx.quantise(x, mx.named(name)).dequantize())
 
 
 def _spoilt_as(x: Tensor, values: Tensor) -> Tensor:
@@ -65,6 +58,6 @@ def _spoilt_as(x: Tensor, values: Tensor) -> Tensor:
 QUANTISERS: dict[str, Quantiser] = {
     "per_token_int8": per_token_int8,
     "per_token_fp8": per_token_fp8,
-    "mxfp8": mxfp8,
+    **{name: partial(mxfp8, name=name) for name in MX},
 }
 """What ``Contract.activation`` may name besides ``none``."""

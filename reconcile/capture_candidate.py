@@ -41,9 +41,11 @@ from reconcile.provenance import provenance
 from reconcile.replay import Call, KernelFailureError, KernelLinear, Prepared, repeated
 from reconcile.report import Reason
 from reconcile.rounding import bitwise_equal
+from reconcile.stages import stage_facts
 from reconcile.steps import Step
 from reconcile.taps import forced_inputs
 from reconcile.trace import Pass, Tap, Trace
+from reconcile.weight import QuantizedWeight
 
 REPEATS = 3
 """Calls of a kernel on one input whose bits must agree."""
@@ -97,6 +99,7 @@ def capture_candidate(
                     trace.passes.append(_chain(plan, model, ops, ready, free_stream, step))
     calls = sum(m.calls for m in _kernels(model).values())
     trace.facts["calls_in_model"] = calls
+    trace.facts["stages"] = stages_of(plan, ready)
     # again, now that the kernel has loaded its libraries
     trace.provenance = provenance(plan, plan.config.name, command)
     return trace
@@ -131,6 +134,20 @@ def _check_same(plan: Plan, reference: Trace) -> None:
                 f"the reference was captured for another {name}: expected "
                 f"{getattr(mine, name)}, got {getattr(record, name)}; capture it again"
             )
+
+
+def stages_of(plan: Plan, ready: Mapping[str, Prepared | Call]) -> dict[str, list[dict[str, Any]]]:
+    """Per module that the kernel computes: what its loading does to the weight, step by step."""
+    inspect = getattr(plan.kernel, "stages", None)
+    if inspect is None or plan.engine is None:
+        return {}
+    ran = [name for name, prepared in ready.items() if isinstance(prepared, Prepared)]
+    weights = {name: plan.checkpoint.weights[name] for name in ran}
+    return {
+        name: stage_facts(weight, plan.arithmetic, plan.engine, inspect)
+        for name, weight in weights.items()
+        if isinstance(weight, QuantizedWeight)
+    }
 
 
 def _prepare(plan: Plan) -> dict[str, Prepared | Call]:

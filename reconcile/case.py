@@ -118,10 +118,15 @@ class GateConfig:
 
     __pydantic_config__ = _STRICT
     require: tuple[str, ...] = ()
-    """Kernels that must have run on everything they can implement."""
+    """Kernels (``kernel`` or ``kernel@engine``) that must have run on everything they can
+    implement."""
     coverage: float = 1.0
     """Share of the candidate's modules that must have been compared, in (0, 1]."""
     allow_inconclusive: tuple[Allowance, ...] = ()
+    accepted: Path | None = None
+    """File of accepted errors (`reconcile accept`), relative to the case file."""
+    margin: float = 1.25
+    """A row may have this many times its accepted error; at least 1."""
 
 
 _NOT_IN_FILES = ("base", "file", "seed")
@@ -159,6 +164,8 @@ class Case:
         for candidate in self.candidate:
             if not candidate.modules:
                 raise ConfigError(f"candidate {candidate.name!r}: modules is empty")
+        if not 1 <= self.gate.margin < float("inf"):
+            raise ConfigError(f"gate.margin must be at least 1, got {self.gate.margin}")
         if not self.levels.run:
             raise ConfigError("levels.run is empty: nothing would be compared")
         if len(set(self.levels.run)) != len(self.levels.run):

@@ -10,11 +10,33 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from reconcile.commands import capture, compare, diff, explain, kernels, report, run, selftest
+from reconcile.commands import (
+    accept,
+    capture,
+    compare,
+    diff,
+    explain,
+    kernels,
+    merge,
+    report,
+    run,
+    selftest,
+)
 from reconcile.exceptions import ReconcileError
 from reconcile.report import ExitCode
 
-COMMANDS = (run, capture, compare, report, diff, explain, kernels, selftest)
+COMMANDS = (
+    run,
+    capture,
+    compare,
+    explain,
+    report,
+    diff,
+    accept,
+    merge,
+    kernels,
+    selftest,
+)
 """Modules of the commands, in the order of ``--help``."""
 
 

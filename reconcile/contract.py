@@ -18,6 +18,11 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Floating-point dtypes that activations, accumulators and outputs may have, by torch name."""
 
+MX = ("mxfp8", "mxfp8_rceil", "mxfp8_ascend_0", "mxfp8_ascend_1")
+"""MXFP8 by the rule of `reconcile.mx` that the name ends in; ``mxfp8`` alone is ``floor``."""
+ACTIVATIONS = ("none", "per_token_int8", "per_token_fp8", *MX)
+"""What ``Contract.activation`` may be."""
+
 UNIT_ROUNDOFF: dict[str, float] = {
     "float64": 2.0**-53,
     "float32": 2.0**-24,
@@ -35,10 +40,23 @@ class Contract:
     choice. Dtypes are torch names.
     """
 
-    activation: Literal["none", "per_token_int8", "per_token_fp8", "mxfp8"] = "none"
+    activation: Literal[
+        "none",
+        "per_token_int8",
+        "per_token_fp8",
+        "mxfp8",
+        "mxfp8_rceil",
+        "mxfp8_ascend_0",
+        "mxfp8_ascend_1",
+    ] = "none"
     """Quantiser applied to x before the product; its arithmetic is in `reconcile.activation`."""
     weight_rounding: str | None = None
     """Dtype to which code * scale is rounded before the product; None: not rounded."""
+    weight_requantised: (
+        Literal["mxfp8", "mxfp8_rceil", "mxfp8_ascend_0", "mxfp8_ascend_1"] | None
+    ) = None
+    """Quantiser applied to the weight when it is loaded, after ``weight_rounding``. A weight that
+    is stored in MXFP8 is taken as it is: neither rounded nor quantised again."""
     scale_applied: Literal["before", "after_block", "after_sum"] = "before"
     """Where the weight's scale enters: in the weight, after each K block, or after the sum."""
     accumulator: str = "float32"
@@ -70,9 +88,9 @@ class Contract:
         """Reject what no bound is known for."""
         for field in ("accumulator", "partials", "output"):
             _require(field, getattr(self, field), DTYPES)
-        _require(
-            "activation", self.activation, ("none", "per_token_int8", "per_token_fp8", "mxfp8")
-        )
+        _require("activation", self.activation, ACTIVATIONS)
+        if self.weight_requantised is not None:
+            _require("weight_requantised", self.weight_requantised, MX)
         _require("scale_applied", self.scale_applied, ("before", "after_block", "after_sum"))
         for field in ("accumulator_rounding", "output_rounding"):
             _require(field, getattr(self, field), ("rne", "rtz"))

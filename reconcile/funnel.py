@@ -6,6 +6,7 @@ a failing row below it is ``blocked``, not a second FAIL, so that the first FAIL
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -44,6 +45,7 @@ def funnel(sides: Sides) -> tuple[Row, ...]:
         for key, text in sides.unpaired
     ]
     rows += _weight_rows(sides)
+    rows += _stage_rows(sides)
     if "op" in record.levels:
         rows += _op_rows(sides)
     if "module" in record.levels:
@@ -89,6 +91,40 @@ def _weight_rows(sides: Sides) -> Iterator[Row]:
         else:
             finding = Finding(facts["stats"])
         yield sides.row(Level.WEIGHT, Tap(module, "param.weight"), "decode", "", finding)
+
+
+def _stage_rows(sides: Sides) -> Iterator[Row]:
+    """What the kernel's loading made of each weight, step by step.
+
+    The loss of a step that the contract declares is shown and is no fault; values other than the
+    reference's after the same step are one.
+    """
+    limits = Limits(
+        kind="exact",
+        source="the same values as the reference after the same step",
+        bounds={"differing": 0.0},
+    )
+    for module in sides.order:
+        for stage in sides.stages.get(module, ()):
+            stats, reason = stage["stats"], stage["reason"]
+            finding = Finding(
+                stats,
+                limits=limits if "differing" in stats else None,
+                utilisation=None if "differing" not in stats else math.inf if reason else 0.0,
+                reason=Reason(reason) if reason else None,
+                text=stage["text"],
+            )
+            tap = Tap(module, "param.weight")
+            yield sides.row(Level.STAGE, tap, stage["name"], "", finding)
+
+
+def _by_stage(sides: Sides, module: str, finding: Finding) -> Finding:
+    """A failure of an op whose weight was loaded wrong is that of its loading."""
+    wrong = [stage["name"] for stage in sides.stages.get(module, ()) if stage["reason"]]
+    if not wrong or finding.reason is None or finding.reason.verdict is not Verdict.FAIL:
+        return finding
+    text = f"its weight is wrong from the stage {wrong[0]} on; {finding.text}"
+    return replace(finding, reason=Reason.BLOCKED, text=text)
 
 
 def _by_suspect(sides: Sides, module: str, finding: Finding) -> Finding:
@@ -141,7 +177,7 @@ def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pas
         finding = Finding({}, reason=Reason(event["reason"]), text=event["text"])
     else:
         finding = _not_compared("the candidate has no such output")
-    finding = _by_suspect(sides, module, finding)
+    finding = _by_stage(sides, module, _by_suspect(sides, module, finding))
     return sides.row(Level.OP, out, "isolated", key, finding, shape)
 
 
@@ -203,7 +239,7 @@ def _chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
     if not closes and promised and finding.reason is None:
         text = "a replay on its captured input gives other bits than the model run"
         finding = replace(finding, reason=Reason.UNSTABLE, text=text)
-    finding = _by_suspect(sides, module, finding)
+    finding = _by_stage(sides, module, _by_suspect(sides, module, finding))
     return sides.row(Level.OP, tap, "chained", key, finding, shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -103,6 +103,26 @@ class Kernel(Protocol):
 
     def apply(self, x: Tensor, prepared: Any, bias: Tensor | None = None) -> Tensor:  # noqa: ANN401
         """Y [..., N] for x [..., K]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The weight after one step of a kernel's loading, for inspection.
+
+    A kernel with a method ``stages(weight, engine)`` that yields these, in order, has every step
+    compared with the reference's and shown as a row of level ``stage``. ``resolve`` and
+    ``requantise`` are the steps that a contract declares; a step of another name must not change
+    a value.
+    """
+
+    name: str
+    """E.g. ``resolve``, ``requantise``, ``repack``, ``persist``."""
+    values: Tensor
+    """What the weight is worth now, [N, K], in a dtype that holds it exactly."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the report says besides, e.g. dtype and layout."""
+    fault: str = ""
+    """What the step broke besides values, e.g. a buffer that moved; empty: nothing."""
 
 
 PYTHON = Engine("python")

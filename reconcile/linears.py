@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from reconcile import mx
 from reconcile.activation import QUANTISERS
 from reconcile.contract import DTYPES, Contract
 from reconcile.rounding import round_to
@@ -52,15 +53,37 @@ class DenseWeight:
 
 
 def reference_weight(weight: Weight, contract: Contract, dtype: torch.dtype) -> Tensor:
-    """Decoded weight [N, K] in ``dtype`` after the rounding that the contract declares.
+    """Decoded weight [N, K] in ``dtype`` after what the contract declares is done to it.
 
-    A declared rounding starts from the float32 product code * scale, as kernels compute it.
+    A declared rounding starts from the float32 product code * scale, as kernels compute it; a
+    declared quantiser follows it.
     """
-    decoded = weight.dequantize(torch.float64)
+    return list(weight_chain(weight, contract).values())[-1].to(dtype)
+
+
+def weight_chain(weight: Weight, contract: Contract) -> dict[str, Tensor]:
+    """The weight, float64 [N, K], after each step from the checkpoint to the product.
+
+    ``decode``: exactly as stored; ``resolve``: rounded as declared; ``requantise``: quantised
+    as declared. The last one is what the kernel multiplies by.
+    """
+    chain = {"decode": weight.dequantize(torch.float64)}
+    if contract.weight_requantised is not None and is_mx(weight):
+        return chain
     if contract.weight_rounding is not None:
-        product = decoded.to(torch.float32).to(torch.float64)
-        decoded = round_to(product, DTYPES[contract.weight_rounding]).to(torch.float64)
-    return decoded.to(dtype)
+        product = chain["decode"].to(torch.float32).to(torch.float64)
+        chain["resolve"] = round_to(product, DTYPES[contract.weight_rounding]).to(torch.float64)
+    if contract.weight_requantised is not None:
+        latest = list(chain.values())[-1]
+        rule = mx.named(contract.weight_requantised)
+        chain["requantise"] = mx.quantise(latest, rule).dequantize()
+    return chain
+
+
+def is_mx(weight: Weight) -> bool:
+    """Whether a weight is stored with one E8M0 byte per 32 values of K."""
+    form = getattr(weight, "format", None)
+    return form is not None and (form.block, form.scale_encoding) == ((1, 32), "e8m0")
 
 
 def operand(x: Tensor, contract: Contract) -> Tensor:
@@ -89,7 +112,7 @@ class ReferenceLinear(nn.Module):
         self._bias = None if weight.bias is None else weight.bias.to(dtype)
         regimes = (contract, *(regime for _, regime in contract.by_batch))
         self._decoded = {
-            regime.weight_rounding: reference_weight(weight, regime, dtype) for regime in regimes
+            _treatment(regime): reference_weight(weight, regime, dtype) for regime in regimes
         }
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +121,7 @@ class ReferenceLinear(nn.Module):
 
     def effective(self, m: int) -> Tensor:
         """The weight [N, K] that a call with ``m`` rows multiplies by."""
-        return self._decoded[self._contract.at(m).weight_rounding]
+        return self._decoded[_treatment(self._contract.at(m))]
 
     def magnitude(self, x: Tensor) -> Tensor:
         """S = sum_k |x_k| |w_k| (+ |b|), [..., N]: the yardstick of the bound."""
@@ -120,7 +143,7 @@ class BaselineLinear(nn.Module):
         self._contract = contract or Contract()
         self.weight: Tensor
         self.bias: Tensor | None
-        decoded = round_to(weight.dequantize(torch.float64), dtype)
+        decoded = round_to(reference_weight(weight, self._contract, torch.float64), dtype)
         self.register_buffer("weight", decoded, persistent=False)
         bias = None if weight.bias is None else weight.bias.to(dtype)
         self.register_buffer("bias", bias, persistent=False)
@@ -129,6 +152,11 @@ class BaselineLinear(nn.Module):
         """[..., K] to [..., N]."""
         x = round_to(operand(x, self._contract.at(_rows(x))), self.weight.dtype)
         return functional.linear(x, self.weight, self.bias)
+
+
+def _treatment(contract: Contract) -> tuple[str | None, str | None]:
+    """What of a contract changes the weight."""
+    return contract.weight_rounding, contract.weight_requantised
 
 
 def _rows(x: Tensor) -> int:

@@ -245,6 +245,8 @@ class Report:
     """Findings that concern the whole run: a required kernel that did not run, ..."""
     required_coverage: float = 1.0
     """Share of the expected modules that must have been compared."""
+    required: tuple[str, ...] = ()
+    """What the gate requires: ``kernel`` or ``kernel@engine``."""
     required_not_run: tuple[str, ...] = ()
     """Required kernels that did not run on everything they can implement."""
     allowed: tuple[str, ...] = ()

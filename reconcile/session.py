@@ -6,19 +6,19 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from reconcile import registry
+from reconcile import accepted, registry
 from reconcile.capture_candidate import capture_candidate
 from reconcile.capture_reference import capture_reference
 from reconcile.case import LEVELS, Case, GateConfig, load_case
 from reconcile.exceptions import ConfigError, TraceError, nearest
 from reconcile.funnel import coverage, funnel
+from reconcile.gate import allowance, required_not_run
 from reconcile.model import Checkpoint
 from reconcile.plan import Plan, Progress, make_plan
-from reconcile.report import Coverage, Level, Provenance, Reason, Report, Row, Verdict
+from reconcile.report import Coverage, Provenance, Report, Row, Verdict
 from reconcile.sides import pair
 from reconcile.threads import few_threads
 from reconcile.trace import Trace
@@ -65,6 +65,8 @@ class Session:
         """
         started = time.perf_counter()
         case = override(self.case, kernel=kernel, engine=engine, levels=levels)
+        if case.gate.accepted is not None:
+            accepted.load(case.gate.accepted)  # what is wrong with it is said before the work
         findings = []
         for plan in self.plans(case, only):
             with few_threads(plan.size):
@@ -201,9 +203,9 @@ def assemble(
 ) -> Report:
     """One report of all candidates, with the gate applied."""
     rows = tuple(row for found, _, _ in findings for row in found)
-    uses = {index: use for index, row in enumerate(rows) if (use := _allowance(row, gate))}
+    uses = {index: use for index, row in enumerate(rows) if (use := allowance(row, gate))}
     sources = [source for _, _, found in findings for source in found]
-    return Report(
+    report = Report(
         case=name,
         rows=rows,
         coverage=_total_coverage([found for _, found, _ in findings]),
@@ -213,20 +215,14 @@ def assemble(
         seconds=round(time.perf_counter() - started, 3),
         notices=(*notices, *_notices(rows)),
         required_coverage=gate.coverage,
-        required_not_run=_required_not_run(rows, gate),
+        required=gate.require,
+        required_not_run=required_not_run(rows, gate.require),
         allowed=tuple(f"{rows[i].tap} {rows[i].check}: {use}" for i, use in uses.items()),
         allowed_rows=frozenset(uses),
     )
-
-
-def _allowance(row: Row, gate: GateConfig) -> str | None:
-    """The reason text of the first allowance that covers an INCONCLUSIVE row."""
-    if row.verdict is not Verdict.INCONCLUSIVE:
-        return None
-    for entry in gate.allow_inconclusive:
-        if fnmatchcase(row.tap, entry.tap) and fnmatchcase(row.kernel, entry.kernel):
-            return entry.reason
-    return None
+    if gate.accepted is None:
+        return report
+    return accepted.ratchet(report, accepted.load(gate.accepted), gate.margin)
 
 
 def _total_coverage(parts: Sequence[Coverage]) -> Coverage:
@@ -235,18 +231,6 @@ def _total_coverage(parts: Sequence[Coverage]) -> Coverage:
         compared=sum(part.compared for part in parts),
         missing=tuple(name for part in parts for name in part.missing),
     )
-
-
-def _required_not_run(rows: Sequence[Row], gate: GateConfig) -> tuple[str, ...]:
-    """Required kernels that have no compared op, or that did not run where they should."""
-    bad = []
-    for name in gate.require:
-        ops = [row for row in rows if row.kernel == name and row.level is Level.OP]
-        ran = any(row.stats for row in ops)
-        declined = any(row.reason in (Reason.NOT_RUN, Reason.FELL_BACK) for row in ops)
-        if not ran or declined:
-            bad.append(name)
-    return tuple(bad)
 
 
 def _notices(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -32,6 +32,8 @@ class Sides:
     """The candidate's modules in execution order."""
     weights: dict[str, dict[str, Any]]
     """By module: ``suspicions`` and ``stats`` of its decoded weight."""
+    stages: dict[str, list[dict[str, Any]]]
+    """By module: what the kernel's loading did to the weight, step by step."""
     isolated: Pairs
     chained: Pairs
     unpaired: tuple[tuple[str, str], ...]
@@ -173,7 +175,8 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
     chained, free = _paired(reference, candidate, "chained")
     unpaired = () if ours.engine is None else (*alone, *free)
     weights = reference.facts.get("weights", {})
-    return Sides(ours, tuple(order or ()), weights, isolated, chained, unpaired)
+    stages = candidate.facts.get("stages", {})
+    return Sides(ours, tuple(order or ()), weights, stages, isolated, chained, unpaired)
 
 
 def _check_parts(record: PlanRecord, reference: Trace) -> None:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from reconcile import mx
 from reconcile.exceptions import CheckpointError
 from reconcile.native import cache_directory
 from reconcile_references.checkpoint import SINGLE, read_config, read_tensors
@@ -208,3 +209,21 @@ fp8_block = Derived(
     sha256="e0defab8e3bc5e1b9803a3e8a1f00a4b9aff4bde7738e38379d83e0eda47a30e",
 )
 """Qwen3-FP8's layout: bfloat16 ``weight_scale_inv`` per 128 x 128 block, partial at the edges."""
+
+
+def _store_mx(module: str, weight: Tensor, rule: str) -> Tensors:
+    """Codes and E8M0 bytes, uint8 [N, K / 32]."""
+    found = mx.quantise(weight, mx.RULES[rule])
+    return {
+        f"{module}.weight": found.codes.view(torch.float8_e4m3fn),
+        f"{module}.weight_scale": found.scales,
+    }
+
+
+mxfp8_native = Derived(
+    name="tiny-lm-mxfp8",
+    declared={"quant_method": "mxfp8", "ignored_layers": [DENSE_HEAD]},
+    store=partial(_store_mx, rule="rceil"),
+    sha256="54b0d4eec350fabd52974d537c8cb2f7fdf29c9ece424a10fae7e660849354dc",
+)
+"""MiniMax's layout: uint8 ``weight_scale`` [N, K / 32], quantised by the rule ``rceil``."""
