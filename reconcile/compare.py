@@ -93,6 +93,9 @@ def _finding(
     if c[tap].shape != r[tap].shape:
         text = f"expected {list(r[tap].shape)}, got {list(c[tap].shape)}"
         return Finding({}, reason=Reason.SHAPE, text=text)
+    if c[tap].numel() and c[tap].data_ptr() == r[tap].data_ptr():
+        text = "both sides are one piece of memory: a capture kept a reference, not a copy"
+        return Finding({}, reason=Reason.CAPTURE_INVALID, text=text)
     return judge_fixed(c[tap], r[tap], _tolerance(tap, c[tap], limits))
 
 

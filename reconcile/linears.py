@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,10 +16,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from reconcile import mx
 from reconcile.activation import QUANTISERS
 from reconcile.contract import DTYPES, Contract
+from reconcile.exceptions import KernelError
 from reconcile.rounding import round_to
 
 SMALLEST_NORMAL = 2.0**-126
 """Smallest normal float32 and bfloat16; below it, units that flush see zero."""
+
+
+_withheld: ContextVar[bool] = ContextVar("reference_withheld", default=False)
+
+
+@contextmanager
+def reference_withheld() -> Iterator[None]:
+    """While a kernel runs, the reference that judges it raises: nobody is its own judge."""
+    token = _withheld.set(True)
+    try:
+        yield
+    finally:
+        _withheld.reset(token)
 
 
 class Weight(Protocol):
@@ -120,7 +137,13 @@ class ReferenceLinear(nn.Module):
         return functional.linear(self._operand(x), self.effective(_rows(x)), self._bias)
 
     def effective(self, m: int) -> Tensor:
-        """The weight [N, K] that a call with ``m`` rows multiplies by."""
+        """The weight [N, K] that a call with ``m`` rows multiplies by.
+
+        Raises:
+            KernelError: a kernel asks while it is judged (`reference_withheld`).
+        """
+        if _withheld.get():
+            raise KernelError("a kernel called the reference that judges it")
         return self._decoded[_treatment(self._contract.at(m))]
 
     def magnitude(self, x: Tensor) -> Tensor:

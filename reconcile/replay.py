@@ -21,7 +21,7 @@ from reconcile.grouped import (
     to_module,
 )
 from reconcile.kernel import Engine, Kernel
-from reconcile.linears import DenseWeight
+from reconcile.linears import DenseWeight, reference_withheld
 from reconcile.report import Reason
 from reconcile.rounding import bit_view, bitwise_equal
 from reconcile.trace import visit_tensors
@@ -120,6 +120,7 @@ class Prepared:
         try:
             with (
                 watching(self.kernel) as watch,
+                reference_withheld(),
                 poisoned_memory() if poison else _plain_memory(x, self.n),
             ):
                 y = self.kernel.apply(given, self.prepared, self.bias)
