@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 
 VLLM := .venvs/vllm
 
-.PHONY: venv run test test-slow vllm vllm-cases lint bench format clean
+.PHONY: venv run test test-slow e2e picture vllm vllm-cases lint bench format clean
 
 run: venv
 	$(BIN)/reconcile run
@@ -48,6 +48,20 @@ vllm-cases: venv vllm
 	  $(VLLM)/bin/reconcile capture tiny-fp8-$$case --side candidate --kernel vllm_fp8.w8a16 --inputs .reconcile/vllm/$$case/reference -o .reconcile/vllm/$$case/candidate || exit; \
 	  $(BIN)/reconcile compare .reconcile/vllm/$$case/reference .reconcile/vllm/$$case/candidate --out .reconcile/vllm/$$case/report || test $$? = 1 || exit; \
 	done
+
+# reports in a real browser: Debian's Chromium, which is installed where apt-get can
+e2e: $(VENV)/.installed-e2e
+	@tests/e2e/chromium.sh
+	$(BIN)/python -m pytest tests/e2e
+
+# docs/images/report.png, and pictures of every kind of report under .reconcile/pictures
+picture: $(VENV)/.installed-e2e
+	@tests/e2e/chromium.sh
+	$(BIN)/python tests/e2e/pictures.py .reconcile/pictures docs/images/report.png
+
+$(VENV)/.installed-e2e: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,lint,e2e]'
+	@touch $@
 
 lint: venv
 	@if ls kernels/__init__.py references/__init__.py reports/__init__.py fixtures/__init__.py tests/__init__.py 2>/dev/null; then echo 'these must not be packages: kernels is the import name of Hugging Face kernels'; exit 1; fi

@@ -15,13 +15,10 @@
     if (!target) return;
     for (let at = target; at; at = at.parentElement) if (at.tagName === "DETAILS") at.open = true;
     target.scrollIntoView({ block: "start" });
-    if (/^(row|detail)-/.test(id)) focus(target);
-  }
-
-  function focus(target) {
-    const place = target.tagName === "DETAILS" ? target.querySelector("summary") : target;
-    if (place === target) place.tabIndex = -1;
-    place.focus({ preventScroll: true });
+    if (/^(row|detail)-/.test(id)) {
+      target.tabIndex = -1; // else the browser takes the focus from it when the page is loaded
+      target.focus({ preventScroll: true });
+    }
   }
 
   let rows = null;

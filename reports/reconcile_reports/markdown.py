@@ -124,7 +124,7 @@ def _check(row: Row) -> str:
 
 def _limits(row: Row) -> str:
     parts = [summary.seen_and_limit(row)]
-    if row.utilisation is not None:
+    if row.utilisation is not None and not (row.limits and "utilisation" in row.limits.bounds):
         parts.append(f"utilisation {number(row.utilisation)}")
     return escape(", ".join(filter(None, parts)))
 

@@ -98,7 +98,7 @@ def _cause(row: Row) -> list[str]:
 
 def _limits(row: Row) -> str:
     parts = [summary.seen_and_limit(row)]
-    if row.utilisation is not None:
+    if row.utilisation is not None and not (row.limits and "utilisation" in row.limits.bounds):
         parts.append(f"utilisation {number(row.utilisation)}")
     return ", ".join(filter(None, parts))
 
