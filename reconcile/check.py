@@ -22,7 +22,7 @@ from reconcile.exceptions import ConfigError, KernelError, nearest
 from reconcile.gallery import Gallery
 from reconcile.grouped import format_name
 from reconcile.judge import Finding
-from reconcile.kernel import Engine, FunctionKernel, Kernel, LinearSpec, choose_engine
+from reconcile.kernel import Engine, FunctionKernel, Kernel, LinearSpec, choose_engine, routes
 from reconcile.linears import DenseWeight, ReferenceLinear
 from reconcile.probe_judge import judge_probe
 from reconcile.probes import (
@@ -134,7 +134,7 @@ def _rows(
 ) -> tuple[list[Row], list[str]]:
     """Rows and notices: of every probe, or why the reference is not fit to judge."""
     rows: list[Row] = []
-    notices: list[str] = []
+    notices = list(routes(subject.kernel, [subject.spec(subject.weight)], subject.engine))
     if found := suspicions(subject.weight):
         finding = Finding({}, reason=Reason.REFERENCE_SUSPECT, text="; ".join(found))
         rows.append(replace(subject.row("decode", (), finding), level=Level.WEIGHT))
@@ -182,17 +182,20 @@ class _Subject:
     def _prepare(self, weight: AnyWeight) -> Prepared | Call:
         if self.engine is None:
             return Call(output=None, reason=Reason.NOT_RUN, text=self.not_run)
-        spec = LinearSpec(
+        support = self.kernel.can_implement(self.spec(weight))
+        if not support:
+            return Call(output=None, reason=Reason.NOT_RUN, text=support.reason)
+        return Prepared.attempt(self.kernel, self.engine, weight, self.contract.output_dtype)
+
+    def spec(self, weight: AnyWeight) -> LinearSpec:
+        """What the kernel is asked to implement."""
+        return LinearSpec(
             n=weight.shape[0],
             k=weight.shape[1],
             format=format_name(weight),
             bias=weight.bias is not None,
             activation_dtype=self.dtype,
         )
-        support = self.kernel.can_implement(spec)
-        if not support:
-            return Call(output=None, reason=Reason.NOT_RUN, text=support.reason)
-        return Prepared.attempt(self.kernel, self.engine, weight, self.contract.output_dtype)
 
     def row(
         self,

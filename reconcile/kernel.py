@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -171,6 +172,19 @@ class FunctionKernel:
     def apply(self, x: Tensor, prepared: Any, bias: Tensor | None = None) -> Tensor:  # noqa: ANN401
         """Call the function; the bias is passed only where the layer has one."""
         return self.function(x, prepared) if bias is None else self.function(x, prepared, bias)
+
+
+def routes(kernel: Kernel, specs: Iterable[LinearSpec], engine: Engine | None) -> tuple[str, ...]:
+    """What a kernel that chooses among others chose, and why not those before it.
+
+    Such a kernel has a method ``route(spec, engine) -> str``; the layers with the same answer are
+    counted together. Empty for any other kernel.
+    """
+    route = getattr(kernel, "route", None)
+    if route is None or engine is None:
+        return ()
+    counts = Counter(str(route(spec, engine)) for spec in specs)
+    return tuple(f"{text} ({count} layers)" for text, count in counts.items())
 
 
 def choose_engine(kernel: Kernel, wanted: str) -> tuple[Engine | None, str]:

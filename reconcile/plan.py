@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from reconcile.case import CandidateConfig, Case, parse_contract
 from reconcile.contract import DTYPES, Contract
 from reconcile.exceptions import ConfigError, nearest
 from reconcile.grouped import format_name, group_count, numel
-from reconcile.kernel import Engine, Kernel, LinearSpec, Support, choose_engine
+from reconcile.kernel import Engine, Kernel, LinearSpec, Support, choose_engine, routes
 from reconcile.model import Checkpoint
 from reconcile.plan_record import PlanRecord
 from reconcile.steps import Step, steps
@@ -60,6 +60,11 @@ class Plan:
         """Modules that are compared isolated: layers, final norm, head."""
         structure = self.checkpoint.structure
         return (*structure.layers, *(m for m in (structure.norm, structure.head) if m))
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """What a kernel that chooses among others chose for the layers."""
+        return routes(self.kernel, map(self.spec, self.modules), self.engine)
 
     @property
     def size(self) -> int:
@@ -151,7 +156,7 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
         raise ConfigError(f"candidate.device {config.device!r}: expected cpu, cuda or cuda:N")
     if config.device != "cpu" and not torch.cuda.is_available():
         raise ConfigError(f"candidate.device {config.device!r}: torch sees no CUDA device here")
-    return Plan(
+    plan = Plan(
         case=case,
         config=config,
         checkpoint=checkpoint,
@@ -165,6 +170,7 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
         modules=_modules(checkpoint, config, only),
         prompts=_prompts(case, checkpoint),
     )
+    return replace(plan, notes=(*plan.notes, *plan.routes))
 
 
 def _contract(kernel: Kernel, config: CandidateConfig) -> Contract | None:

@@ -68,16 +68,16 @@ class Session:
         if case.gate.accepted is not None:
             accepted.load(case.gate.accepted)  # what is wrong with it is said before the work
         findings = []
+        notices = list(_restrictions(case, only))
         for plan in self.plans(case, only):
+            notices += plan.routes
             with few_threads(plan.size):
                 reference = self._reference(plan, command, progress)
                 finding = _judge_candidate(plan, reference, command, progress, fail_fast)
             findings.append(finding)
             if fail_fast and any(row.verdict is Verdict.FAIL for row in finding[0]):
                 break
-        return assemble(
-            case.case.name, findings, case.gate, command, started, _restrictions(case, only)
-        )
+        return assemble(case.case.name, findings, case.gate, command, started, tuple(notices))
 
     def plans(self, case: Case, only: str = "*", candidate: str | None = None) -> list[Plan]:
         """The candidates of ``case``, resolved; ConfigError for an unknown ``candidate``."""
