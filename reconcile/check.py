@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import DTYPES, Contract
+from reconcile.diagnosis.attach import Failed, with_diagnoses
+from reconcile.diagnosis.linear import Failure
 from reconcile.examine import digest
 from reconcile.exceptions import ConfigError, KernelError, nearest
 from reconcile.gallery import Gallery
@@ -61,6 +63,7 @@ def check_linear(
     seed: int = 0,
     engine: str = "auto",
     dtype: torch.dtype | str | None = None,
+    diagnose: bool = True,
 ) -> Report:
     """Check a kernel y = x W^T (+ b) against its contract.
 
@@ -78,6 +81,7 @@ def check_linear(
         seed: seed of everything random.
         engine: engine of a kernel that has several.
         dtype: dtype of the activations; default: that of ``x``, of a float weight, or bfloat16.
+        diagnose: whether to fit what may explain failing rows, which calls the kernel again.
 
     Returns:
         A report of level ``op``: a row for each call with a known answer. Shapes of made-up
@@ -93,7 +97,7 @@ def check_linear(
         raise ConfigError(f"seed: expected an integer, got {seed!r}")
     subject = _subject(kernel, weight, x, bias, contract, engine, dtype, repeats)
     with few_threads(subject.weight.shape[0] * subject.weight.shape[1]), torch.no_grad():
-        rows, notices = _rows(subject, _chosen(probes), sizes, x, int(seed) % 2**31)
+        rows, notices = _rows(subject, _chosen(probes), sizes, x, int(seed) % 2**31, diagnose)
     return Report(
         case=f"check_linear {subject.kernel.name}",
         rows=tuple(rows),
@@ -130,7 +134,12 @@ def _sizes(batch_sizes: object) -> tuple[int, ...]:
 
 
 def _rows(
-    subject: _Subject, chosen: tuple[str, ...], sizes: tuple[int, ...], x: Tensor | None, seed: int
+    subject: _Subject,
+    chosen: tuple[str, ...],
+    sizes: tuple[int, ...],
+    x: Tensor | None,
+    seed: int,
+    diagnose: bool,
 ) -> tuple[list[Row], list[str]]:
     """Rows and notices: of every probe, or why the reference is not fit to judge."""
     rows: list[Row] = []
@@ -139,14 +148,19 @@ def _rows(
         finding = Finding({}, reason=Reason.REFERENCE_SUSPECT, text="; ".join(found))
         rows.append(replace(subject.row("decode", (), finding), level=Level.WEIGHT))
     else:
+        failed: list[Failed | None] = []
         for probe in _probes(subject, chosen, sizes, x, seed):
-            row = _run(subject, probe)
+            row, failure = _run(subject, probe)
             if row is None:
                 notices.append(f"declined: {probe.name} {list(probe.weight.shape)}: {probe.sees}")
                 continue
             rows.append(row)
+            failed.append(failure)
             if probe.name == "impulse" and "100%" not in probe.sees and probe.amplitude == 1:
                 notices.append(f"sampled: impulse M={row.shape[0]}: {probe.sees}")
+        if diagnose:
+            rows, left_out = with_diagnoses(rows, failed)
+            notices += left_out
         if "batch" in chosen:
             rows.append(_batch(subject, seed))
     return rows, notices
@@ -343,23 +357,41 @@ def _probes(
 # --------------------------------------------------------------------------- judging
 
 
-def _run(subject: _Subject, probe: Probe) -> Row | None:
-    """The row of one probe; None where the kernel declines a made-up weight."""
+def _run(subject: _Subject, probe: Probe) -> tuple[Row | None, Failed | None]:
+    """The row of one probe, None where the kernel declines a made-up weight; and its failure."""
     m, (n, k) = probe.x.numel() // probe.x.shape[-1], probe.weight.shape
     prepared, reference = subject.ready(probe.weight)
     contract = subject.contract.at(m)
     call = repeated(prepared, probe.x, subject.repeats, contract.deterministic)
     if call.reason is Reason.NOT_RUN and probe.synthetic:
-        return None
+        return None, None
     if call.output is None:
         finding = Finding({}, reason=call.reason or Reason.RAISED, text=call.text)
-        return subject.row(probe.name, (m, n, k), finding)
+        return subject.row(probe.name, (m, n, k), finding), None
     candidate = call.output.reshape(m, n)
     finding = judge_probe(reference, probe, candidate, contract)
     if call.reason is not None:
         finding = replace(finding, reason=call.reason, text=call.text)
     stats = finding.stats | {"sees": probe.sees}
-    return subject.row(probe.name, (m, n, k), replace(finding, stats=stats), probe.weight)
+    row = subject.row(probe.name, (m, n, k), replace(finding, stats=stats), probe.weight)
+    return row, None if row.reason is None else _failure(subject, probe, candidate)
+
+
+def _failure(subject: _Subject, probe: Probe, y: Tensor) -> Failed:
+    """What a diagnosis needs; failures on the weight under test in one regime are alike."""
+    m = probe.x.numel() // probe.x.shape[-1]
+    made = (probe.name, probe.weight.shape, probe.sees) if probe.synthetic else ()
+    apart = (probe.name, probe.layout) if probe.name in ("special", "layout") else ()
+    regime = subject.contract.at(m)
+    failure = Failure(
+        weight=probe.weight,
+        contract=subject.contract,
+        x=probe.x,
+        y=y,
+        prepare=lambda weight: subject.ready(weight)[0],
+        impulse=probe.columns is not None,
+    )
+    return Failed(failure, (made, apart, regime), (made, (), regime) if apart else None)
 
 
 def _batch(subject: _Subject, seed: int) -> Row:

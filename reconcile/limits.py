@@ -120,7 +120,7 @@ def utilisation(candidate: Tensor, y: Tensor, bound: Tensor, rounding: str = "rn
         bound: E, float64, not negative.
         rounding: ``rne``, or ``rtz`` for an output that is declared to be truncated.
     """
-    low, high = _rounds_to(candidate, rounding)
+    low, high = rounding_interval(candidate, rounding)
     needed = torch.maximum(low - y, y - high).clamp_min(0.0)
     share = torch.where(bound > 0, needed / bound, torch.inf)
     same = candidate == round_to(y, candidate.dtype) if rounding == "rne" else needed == 0
@@ -137,7 +137,7 @@ def utilisation(candidate: Tensor, y: Tensor, bound: Tensor, rounding: str = "rn
     )
 
 
-def _rounds_to(candidate: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
+def rounding_interval(candidate: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
     """Ends of the interval of numbers that round to each element, float64.
 
     Infinity is what everything beyond the middle between the largest finite value and the power

@@ -51,6 +51,11 @@ def formats() -> dict[str, Format]:
     return {name: cast(Format, point.load()) for name, point in sorted(_group("formats").items())}
 
 
+def hypotheses() -> list[Any]:
+    """Hypotheses about failing linears that other packages register, by name."""
+    return [point.load() for _, point in sorted(_group("hypotheses").items())]
+
+
 def kernel_names() -> list[str]:
     """Names of the registered kernels."""
     return sorted(_group("kernels"))

@@ -125,6 +125,9 @@ class Diagnosis:
     """Share of the error energy explained, in [0, 1]."""
     parameters: dict[str, Any] = field(default_factory=dict)
     text: str = ""
+    role: Literal["cause", "also", "runner_up"] = "cause"
+    """``cause``: the best explanation, or ``none_fits``. ``also``: a second, independent fault;
+    its share is of what the first one left. ``runner_up``: the next best instead of the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -379,6 +379,8 @@ class Misreading:
     read: Callable[[QuantizedWeight], Tensor]
     """Misread values, float64 [N, K]. Reads any legal weight; may equal the right reading on one
     that does not exercise the mistake."""
+    cause: str = ""
+    """Name of the diagnosis that it is a case of, e.g. ``scale_reused``; empty: its own name."""
 
 
 def _check_codes(codes: Tensor, form: Format, shape: Shape, where: str) -> None:

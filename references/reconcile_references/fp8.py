@@ -111,7 +111,20 @@ def table_misreadings(
         f"read_as_{name}": (f"the bytes are read as {name}", other)
         for name, other in others.items()
     }
-    return tuple(reread(name, text, table=values) for name, (text, values) in readings.items())
+    return tuple(
+        reread(name, text, cause=_cause(name, mantissa_bits), table=values)
+        for name, (text, values) in readings.items()
+    )
+
+
+def _cause(name: str, mantissa_bits: int) -> str:
+    """The diagnosis that a misread table is a case of."""
+    if name.startswith("read_as_"):
+        if "without_nan" in name:
+            return "nan_codes"
+        return "fn_fnuz" if f"m{mantissa_bits}fn" in name else "code_table"
+    causes = ("exponent_bias", "sign", "subnormals")
+    return next(cause for cause in causes if name.startswith(cause))
 
 
 _MISREAD_E4M3FN = table_misreadings(

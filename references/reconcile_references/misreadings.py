@@ -18,14 +18,16 @@ from torch import Tensor
 from reconcile.weight import Misreading, QuantizedWeight
 
 
-def reread(name: str, text: str, **changes: Any) -> Misreading:  # noqa: ANN401
+def reread(name: str, text: str, *, cause: str = "", **changes: Any) -> Misreading:  # noqa: ANN401
     """The stored tensors read as a format that differs in ``changes``, fields of `Format`."""
-    return Misreading(name, text, partial(_reread, changes=changes))
+    return Misreading(name, text, partial(_reread, changes=changes), cause)
 
 
-def rescaled(name: str, text: str, change: Callable[[Tensor], Tensor]) -> Misreading:
+def rescaled(
+    name: str, text: str, change: Callable[[Tensor], Tensor], cause: str = ""
+) -> Misreading:
     """The right codes under ``change(scales)``: float64 to float64, in the scales' own shape."""
-    return Misreading(name, text, partial(_rescaled, change=change))
+    return Misreading(name, text, partial(_rescaled, change=change), cause)
 
 
 def _reread(weight: QuantizedWeight, changes: dict[str, Any]) -> Tensor:
@@ -106,11 +108,13 @@ NUMBER_SCALE = (
         "scale_rounded_to_float16",
         "the scale is rounded to float16",
         partial(_rounded, dtype=torch.float16),
+        "scale_low_precision",
     ),
     rescaled(
         "scale_rounded_to_bfloat16",
         "the scale is rounded to bfloat16",
         partial(_rounded, dtype=torch.bfloat16),
+        "scale_low_precision",
     ),
 )
 """Scales stored as numbers."""
@@ -120,11 +124,13 @@ E8M0_SCALE = (
         "scale_byte_as_number",
         "the byte of an E8M0 scale is used as a number, not as an exponent",
         _bytes_as_numbers,
+        "bytes_as_numbers",
     ),
     rescaled(
         "scale_byte_shifted",
         "the byte of an E8M0 scale is shifted into a float32: 0 means 0 and 255 means infinity",
         _shifted_bytes,
+        "bytes_as_numbers",
     ),
 )
 """Scales stored as E8M0 bytes."""
@@ -134,9 +140,13 @@ CHANNEL_SCALE = (
         "first_scale_for_all_rows",
         "the scale of row 0 is used for all rows",
         partial(_first, dim=0),
+        "scale_reused",
     ),
     Misreading(
-        "scale_along_columns", "scale i is applied to column i, not to row i", _along_columns
+        "scale_along_columns",
+        "scale i is applied to column i, not to row i",
+        _along_columns,
+        "scale_axis",
     ),
 )
 """One scale per row."""
@@ -146,27 +156,34 @@ BLOCK_SCALE = (
         "first_k_block_for_all",
         "the scale of K block 0 is used for all K blocks",
         partial(_first, dim=1),
+        "scale_reused",
     ),
     rescaled(
         "first_n_block_for_all",
         "the scale of N block 0 is used for all N blocks",
         partial(_first, dim=0),
+        "scale_reused",
     ),
     rescaled(
         "last_k_block_unscaled",
         "the scale of the last K block is dropped",
         partial(_last_is_one, dim=1),
+        "last_block_scale_dropped",
     ),
     rescaled(
         "last_n_block_unscaled",
         "the scale of the last N block is dropped",
         partial(_last_is_one, dim=0),
+        "last_block_scale_dropped",
     ),
-    rescaled("scale_grid_transposed", "the scale grid is read transposed", _as_transposed),
+    rescaled(
+        "scale_grid_transposed", "the scale grid is read transposed", _as_transposed, "scale_axis"
+    ),
     Misreading(
         "block_size_from_shapes",
         "the block is taken for N // scale rows x K // scale columns",
         _even_blocks,
+        "block_boundary",
     ),
 )
 """One scale per block."""

@@ -38,11 +38,13 @@ def _packing_misreadings(packing: Packing) -> tuple[Misreading, ...]:
         reread(
             "bit_order_reversed",
             "the codes of a byte are read from the high bits down",
+            cause="bit_order",
             packing=replace(packing, low_first=not packing.low_first),
         ),
         reread(
             f"read_as_{other}",
             f"{packing.arrangement} codes are read as {other} ones",
+            cause="interleaved_planar",
             packing=replace(packing, arrangement=other),
         ),
     )
@@ -51,8 +53,13 @@ def _packing_misreadings(packing: Packing) -> tuple[Misreading, ...]:
 _HF_MISREADINGS = (
     *SCALE,
     *NUMBER_SCALE,
-    reread("codes_from_zero", "codes 0, 1, 2 are read as 0, +1, -1", table=_FROM_ZERO),
-    reread("signs_swapped", "+1 and -1 are swapped", table=(1.0, 0.0, -1.0, -2.0)),
+    reread(
+        "codes_from_zero",
+        "codes 0, 1, 2 are read as 0, +1, -1",
+        cause="ternary_table",
+        table=_FROM_ZERO,
+    ),
+    reread("signs_swapped", "+1 and -1 are swapped", cause="sign", table=(1.0, 0.0, -1.0, -2.0)),
     *_packing_misreadings(_N_PLANAR),
 )
 
@@ -67,12 +74,16 @@ TERNARY_K_INTERLEAVED = Format(
         *NUMBER_SCALE,
         *CHANNEL_SCALE,
         reread(
-            "codes_from_minus_one", "codes 0, 1, 2 are read as -1, 0, +1", table=_FROM_MINUS_ONE
+            "codes_from_minus_one",
+            "codes 0, 1, 2 are read as -1, 0, +1",
+            cause="ternary_table",
+            table=_FROM_MINUS_ONE,
         ),
-        reread("signs_swapped", "+1 and -1 are swapped", table=(0.0, -1.0, 1.0, 0.0)),
+        reread("signs_swapped", "+1 and -1 are swapped", cause="sign", table=(0.0, -1.0, 1.0, 0.0)),
         reread(
             "codes_sign_extended",
             "a code is read as a two-bit signed integer: 2 is -2",
+            cause="ternary_table",
             table=(0.0, 1.0, -2.0, -1.0),
         ),
         *_packing_misreadings(_K_INTERLEAVED),

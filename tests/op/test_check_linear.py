@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ FORMATS = [
     for name in sorted(registry.formats())
 ]
 SEEDS = 5
+check = partial(reconcile.check_linear, diagnose=False)
+"""Verdicts are tested here; what explains a failure, in test_diagnosis.py."""
 SHAPE = (192, 256)
 
 
@@ -95,7 +98,7 @@ CLEAN = [
 def test_a_clean_kernel_passes_under_its_contract(form, kernel, contract):
     for seed in range(SEEDS):
         weight = weight_of(form, seed=seed)
-        report = reconcile.check_linear(kernel, weight, contract=contract, seed=seed)
+        report = check(kernel, weight, contract=contract, seed=seed)
         assert report.exit_code == 0, report.explain()
 
 
@@ -105,7 +108,7 @@ def test_a_clean_kernel_passes_under_its_contract(form, kernel, contract):
 def test_a_clean_kernel_passes_on_forty_seeds(form, kernel, contract):
     for seed in range(100, 140):
         weight = weight_of(form, seed=seed)
-        report = reconcile.check_linear(kernel, weight, contract=contract, seed=seed)
+        report = check(kernel, weight, contract=contract, seed=seed)
         assert report.exit_code == 0, report.explain()
 
 
@@ -140,11 +143,11 @@ def test_declared_activation_quantisation(kernel, form, activation):
     contract = Contract(activation=activation, scale_applied="after_sum")
     for seed in range(SEEDS):
         weight = weight_of(form, seed=seed)
-        report = reconcile.check_linear(kernel, weight, contract=contract, seed=seed)
+        report = check(kernel, weight, contract=contract, seed=seed)
         assert report.exit_code == 0, report.explain()
     undeclared = Contract(scale_applied="after_sum")
-    assert reconcile.check_linear(kernel, weight, contract=undeclared).exit_code == 1
-    assert reconcile.check_linear(plain, weight, contract=contract).exit_code == 1
+    assert check(kernel, weight, contract=undeclared).exit_code == 1
+    assert check(plain, weight, contract=contract).exit_code == 1
 
 
 WRONG = [
@@ -156,7 +159,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("kernel", "contract"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
 def test_a_wrong_contract_is_found(kernel, contract):
-    report = reconcile.check_linear(kernel, weight_of("fp8_e4m3_block"), contract=contract)
+    report = check(kernel, weight_of("fp8_e4m3_block"), contract=contract)
     assert report.exit_code == 1
     assert max(row.utilisation or 0 for row in report.rows) > 1
 
@@ -171,9 +174,9 @@ def test_a_plain_float_weight_and_other_outputs(dtype):
         return (x.double() @ w.double().T + bias.double()).to(torch.float32).to(x.dtype)
 
     name = str(dtype).removeprefix("torch.")
-    report = reconcile.check_linear(kernel, weight, bias=bias, contract=Contract(output=name))
+    report = check(kernel, weight, bias=bias, contract=Contract(output=name))
     assert report.exit_code == 0, report.explain()
-    dropped = reconcile.check_linear(
+    dropped = check(
         lambda x, w, b: functional.linear(x.double(), w.double()).to(x.dtype),
         weight,
         bias=bias,
@@ -304,7 +307,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("kernel", "form"), [f[1:] for f in FAULTS], ids=[f[0] for f in FAULTS])
 def test_a_fault_fails(kernel, form):
-    report = reconcile.check_linear(kernel, weight_of(form), contract=PLAIN)
+    report = check(kernel, weight_of(form), contract=PLAIN)
     assert report.exit_code == 1, report.explain()
 
 
@@ -321,9 +324,7 @@ NULLS = [
 @pytest.mark.parametrize("change", [n[1] for n in NULLS], ids=[n[0] for n in NULLS])
 @pytest.mark.parametrize("form", ["ternary_hf", "fp8_e4m3_channel", "mxfp8_e4m3"])
 def test_a_null_candidate_fails_every_probe_that_counts(change, form):
-    report = reconcile.check_linear(
-        lambda x, w, b=None: change(plain(x, w), x), weight_of(form), contract=PLAIN
-    )
+    report = check(lambda x, w, b=None: change(plain(x, w), x), weight_of(form), contract=PLAIN)
     failing = {row.check for row in report.failures()}
     assert {"impulse", "code_table", "integer", "edge", "bound"} <= failing
 
@@ -345,9 +346,7 @@ def test_every_wrong_code_is_named(block):
             scales = form.spread(form.scale_values(w.scales).float(), w.shape)
             return (x.float() @ (table[w.unpacked().long()] * scales).T).to(x.dtype)
 
-        report = reconcile.check_linear(
-            kernel, weight, contract=PLAIN, probes="code_table", repeats=1
-        )
+        report = check(kernel, weight, contract=PLAIN, probes="code_table", repeats=1)
         if not any(f"0x{code:02X}" in row.text for row in report.failures()):
             missed.append(f"0x{code:02X}: {report.explain(2)}")
     assert not missed
@@ -362,7 +361,7 @@ def test_a_block_boundary_at_112_is_named():
         values = w.format.decode(w.unpacked(), torch.float32) * scales[:, : w.shape[1]]
         return (x.float() @ values.T).to(x.dtype)
 
-    report = reconcile.check_linear(kernel, weight, contract=PLAIN, probes="impulse")
+    report = check(kernel, weight, contract=PLAIN, probes="impulse")
     assert report.exit_code == 1
     first = next(report.failures())
     assert "n = 112, 224, 336" in first.text
@@ -372,23 +371,21 @@ def test_a_block_boundary_at_112_is_named():
 def test_a_reference_without_its_scale_is_suspect():
     weight = weight_of("fp8_e4m3_block")
     missing = replace(weight, scales=torch.ones_like(weight.scales))
-    report = reconcile.check_linear(plain, missing, contract=PLAIN)
+    report = check(plain, missing, contract=PLAIN)
     assert report.exit_code == 2
     assert {row.reason for row in report.rows} == {Reason.REFERENCE_SUSPECT}
 
     float_weight = weight.format.decode(weight.unpacked(), torch.float32)
     float_weight[0, 0] = 448.0
-    report = reconcile.check_linear(functional.linear, float_weight)
+    report = check(functional.linear, float_weight)
     assert report.exit_code == 2
 
 
 def test_tiny_outputs_do_not_pass_by_emptiness():
     weight = weight_of("fp8_e4m3_block")
     tiny = replace(weight, scales=weight.scales * 1e-7)
-    assert reconcile.check_linear(plain, tiny, contract=PLAIN).exit_code == 0
-    report = reconcile.check_linear(
-        lambda x, w, b=None: plain(x, w) * 0, tiny, contract=PLAIN, probes=("bound",)
-    )
+    assert check(plain, tiny, contract=PLAIN).exit_code == 0
+    report = check(lambda x, w, b=None: plain(x, w) * 0, tiny, contract=PLAIN, probes=("bound",))
     assert report.exit_code == 1
 
 
@@ -396,14 +393,14 @@ def test_no_output_is_never_a_pass():
     def declines(x, weight, bias=None):
         raise NotImplementedError("nothing")
 
-    assert reconcile.check_linear(declines, weight_of("ternary_hf")).exit_code == 2
-    assert reconcile.check_linear(lambda x, w: None, weight_of("ternary_hf")).exit_code == 1
+    assert check(declines, weight_of("ternary_hf")).exit_code == 2
+    assert check(lambda x, w: None, weight_of("ternary_hf")).exit_code == 1
 
 
 @pytest.mark.parametrize("weight", [None, [[1.0]], torch.ones(0, 4), torch.ones(4, 4).int()])
 def test_bad_weights(weight):
     with pytest.raises(reconcile.ReconcileError):
-        reconcile.check_linear(plain, weight)
+        check(plain, weight)
 
 
 def test_a_prepare_that_rewrites_the_weight_is_found_and_changes_nothing():
@@ -418,23 +415,21 @@ def test_a_prepare_that_rewrites_the_weight_is_found_and_changes_nothing():
         return given
 
     kernel.prepare = prepare
-    report = reconcile.check_linear(kernel, weight, contract=PLAIN)
+    report = check(kernel, weight, contract=PLAIN)
     assert {row.reason for row in report.failures()} == {Reason.INPUT_MUTATED}
     assert torch.equal(weight.scales, before)
 
 
 def test_a_property_alone_is_no_pass():
     weight = weight_of("ternary_hf")
-    report = reconcile.check_linear(
-        lambda x, w: x[..., :1].expand(-1, 192) * 0, weight, probes="batch"
-    )
+    report = check(lambda x, w: x[..., :1].expand(-1, 192) * 0, weight, probes="batch")
     assert report.exit_code == 2
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (1, 64), (2, 8), (64, 4)])
 def test_small_weights(shape):
     weight = weight_of("ternary_k_interleaved", shape)
-    report = reconcile.check_linear(plain, weight, contract=PLAIN)
+    report = check(plain, weight, contract=PLAIN)
     assert report.exit_code == 0, report.explain()
 
 
@@ -444,28 +439,28 @@ def test_a_contract_that_changes_with_m():
 
     contract = Contract(weight_rounding="bfloat16", by_batch=((4, PLAIN),))
     weight = weight_of("fp8_e4m3_tensor")
-    assert reconcile.check_linear(kernel, weight, contract=contract).exit_code == 0
+    assert check(kernel, weight, contract=contract).exit_code == 0
     swapped = Contract(by_batch=((4, Contract(weight_rounding="bfloat16")),))
-    assert reconcile.check_linear(kernel, weight, contract=swapped).exit_code == 1
+    assert check(kernel, weight, contract=swapped).exit_code == 1
 
 
 def test_a_truncating_store_passes_where_it_is_declared():
     weight = weight_of("fp8_e4m3_tensor")
     contract = Contract(output_rounding="rtz")
-    assert reconcile.check_linear(truncating_store, weight, contract=contract).exit_code == 0
-    assert reconcile.check_linear(plain, weight, contract=contract).exit_code == 1
+    assert check(truncating_store, weight, contract=contract).exit_code == 0
+    assert check(plain, weight, contract=contract).exit_code == 1
 
 
 def test_sampling_of_a_large_weight_is_stated(monkeypatch):
     monkeypatch.setattr("reconcile.probes.BUDGET", 192 * 256 * 16)
-    report = reconcile.check_linear(plain, weight_of("fp8_e4m3_block"), contract=PLAIN)
+    report = check(plain, weight_of("fp8_e4m3_block"), contract=PLAIN)
     assert report.exit_code == 0
     assert any("sampled: impulse" in notice and "6% of K" in notice for notice in report.notices)
 
 
 def test_the_registered_kernel_by_itself():
     kernel = registry.kernel("ternary_cuda.naive")
-    report = reconcile.check_linear(kernel, weight_of("ternary_k_interleaved", (96, 192)))
+    report = check(kernel, weight_of("ternary_k_interleaved", (96, 192)))
     assert report.exit_code == 0, report.explain()
     assert {row.execution for row in report.rows} == {"emulated"}
     assert {row.engine for row in report.rows} == {"cuda-on-cpu"}
@@ -493,7 +488,7 @@ def test_the_registered_kernel_by_itself():
 )
 def test_bad_arguments(arguments, error):
     with pytest.raises(error):
-        reconcile.check_linear(plain, weight_of("ternary_hf"), **arguments)
+        check(plain, weight_of("ternary_hf"), **arguments)
 
 
 def test_it_needs_no_transformers():
@@ -508,7 +503,7 @@ def test_it_needs_no_transformers():
 
 
 def test_raise_for_verdict_reads_like_the_report():
-    report = reconcile.check_linear(drops_last_k, weight_of("ternary_hf"), contract=PLAIN)
+    report = check(drops_last_k, weight_of("ternary_hf"), contract=PLAIN)
     with pytest.raises(AssertionError, match="only at k = 255"):
         report.raise_for_verdict()
     assert report.verdict is Verdict.FAIL
@@ -518,7 +513,7 @@ def test_raise_for_verdict_reads_like_the_report():
 @pytest.mark.parametrize("seed", range(3))
 def test_float32_outputs_that_lean_with_their_scale_are_right(form, seed):
     weight = weight_of(form, (129, 132), seed)
-    report = reconcile.check_linear(
+    report = check(
         lambda x, w, b=None: x.float() @ decoded(w).T,
         weight,
         contract=Contract(output="float32"),
@@ -535,7 +530,7 @@ def test_declared_int8_with_a_bias_is_right(seed):
     def kernel(x, w, b):
         return (int8_activations(x.float(), w) + b).to(x.dtype)
 
-    report = reconcile.check_linear(
+    report = check(
         kernel,
         weight_of("ternary_k_interleaved", (130, 136), seed),
         bias=bias,
@@ -565,7 +560,7 @@ def wrong_behind_row_64(x, weight, bias=None):
 def test_more_faults_fail_with_a_bias_too(kernel):
     weight = weight_of("fp8_e4m3_block")
     bias = None if kernel is shares_a_workspace else torch.randn(192)
-    report = reconcile.check_linear(kernel, weight, bias=bias, contract=PLAIN)
+    report = check(kernel, weight, bias=bias, contract=PLAIN)
     assert report.exit_code == 1
 
 

@@ -1,0 +1,118 @@
+"""One failing call of a linear kernel: from the call to its diagnosis, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from reconcile.contract import Contract
+from reconcile.diagnosis.engine import SECONDS, Energy, diagnose
+from reconcile.diagnosis.evidence import Call, LinearEvidence, gather
+from reconcile.diagnosis.families import linear_hypotheses
+from reconcile.replay import AnyWeight, Prepared
+from reconcile.replay import Call as Outcome
+from reconcile.report import Diagnosis, Reason
+
+NUMERIC = (Reason.OVER_LIMIT, Reason.BIAS, Reason.NONFINITE, Reason.UNWRITTEN)
+"""Reasons whose cause shows in numbers; the others are causes themselves."""
+NOT_DIAGNOSED = "not_diagnosed"
+"""Name of the note that stands in where the diagnosis itself failed."""
+FEW_ROWS = 48
+MOST_ROWS = 512
+"""Random rows that stand in for as many impulses or more; more of them where few show nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A call that failed, and how to call again."""
+
+    weight: AnyWeight
+    contract: Contract
+    """The kernel's whole contract."""
+    x: Tensor
+    """[..., K] as the kernel was given it, with its strides."""
+    y: Tensor
+    """[..., N]."""
+    prepare: Callable[[AnyWeight], Prepared | Outcome]
+    """Gives a kernel that is ready for a weight."""
+    impulse: bool = False
+    """Whether x holds rows of the identity: random rows say more besides the read-out."""
+    others: tuple[Tensor, ...] = ()
+    """Earlier outputs of the same kernel."""
+
+
+def diagnose_failure(failure: Failure, seconds: float = SECONDS) -> tuple[Diagnosis, ...]:
+    """Cause, second cause, runner-up, or that none fits; never raises.
+
+    A fault in here is a note on the row: `NOT_DIAGNOSED`, explaining nothing.
+    """
+    try:
+        with torch.no_grad():
+            return diagnose(evidence_of(failure), linear_hypotheses(), seconds)
+    except Exception as error:  # noqa: BLE001 - the verdict must stand whatever happens here
+        return (note(error),)
+
+
+def note(error: Exception) -> Diagnosis:
+    """The note that stands in for a diagnosis that could not be made."""
+    text = f"the diagnosis itself failed: {type(error).__name__}: {error}"[:300]
+    return Diagnosis(name=NOT_DIAGNOSED, explains=0.0, text=text)
+
+
+def evidence_of(failure: Failure) -> LinearEvidence:
+    """Call the kernel again: on impulses, and on random rows where those were what failed."""
+    k = failure.weight.shape[1]
+    x, y = failure.x.reshape(-1, k), failure.y.reshape(-1, failure.y.shape[-1])
+    m = len(x)
+    contract = failure.contract.at(m)
+    unbiased = _caller(failure.prepare(_without_bias(failure.weight)))
+    if failure.impulse:
+        call = _caller(failure.prepare(failure.weight))
+        for count in (FEW_ROWS, MOST_ROWS):
+            rows = _random_rows(min(m, count), k, x.dtype)
+            got = call(rows)
+            if got is None or failure.contract.at(len(rows)) != contract:
+                continue
+            evidence = gather(failure.weight, contract, unbiased, rows, got)
+            if not Energy.of(evidence, evidence.right).nothing:
+                return evidence
+        x, y = x[:MOST_ROWS], y[:MOST_ROWS]
+    raw = _memory(failure.x)
+    return gather(failure.weight, contract, unbiased, x, y, raw, failure.others)
+
+
+def _random_rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(m)
+    return torch.randn(m, k, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _without_bias(weight: AnyWeight) -> AnyWeight:
+    if weight.bias is None:
+        return weight
+    return replace(weight, bias=torch.zeros_like(weight.bias))
+
+
+def _caller(prepared: Prepared | Outcome) -> Call:
+    """The guarded kernel; None where it gives nothing usable."""
+
+    def call(x: Tensor) -> Tensor | None:
+        if not isinstance(prepared, Prepared):
+            return None
+        output = prepared.call(x).output
+        return None if output is None else output.reshape(-1, output.shape[-1]).cpu()
+
+    return call
+
+
+def _memory(x: Tensor) -> tuple[Tensor, ...]:
+    """What a kernel that ignores strides reads: from where x begins, or its storage does."""
+    if x.is_contiguous():
+        return ()
+    k = x.shape[-1]
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    starts = dict.fromkeys((x.storage_offset(), 0))
+    pieces = (whole[start : start + x.numel()] for start in starts)
+    return tuple(piece.reshape(-1, k) for piece in pieces if piece.numel() == x.numel())
