@@ -12,9 +12,9 @@ from torch import Tensor
 
 from reconcile.contract import Contract
 from reconcile.diagnosis.model import Impulses, LinearModel
+from reconcile.grouped import PlainWeight
 from reconcile.limits import rounding_interval
 from reconcile.linears import reference_weight
-from reconcile.replay import AnyWeight
 from reconcile.weight import QuantizedWeight
 
 READ_SECONDS = 2.0
@@ -83,7 +83,7 @@ def _amax(values: Tensor) -> float:
 class LinearEvidence:
     """Everything that the hypotheses about one linear are fitted to."""
 
-    weight: AnyWeight
+    weight: PlainWeight
     right: LinearModel
     """The reference."""
     read: tuple[Tensor, Tensor]
@@ -128,7 +128,7 @@ class LinearEvidence:
         return impulses, self.rows.excess(exact, self.slack * bound, model)
 
 
-def right_model(weight: AnyWeight, contract: Contract) -> LinearModel:
+def right_model(weight: PlainWeight, contract: Contract) -> LinearModel:
     """The reference's own reading of a linear; ``contract``: the one for the number of rows."""
     bias = None if weight.bias is None else weight.bias.double()
     return LinearModel(
@@ -137,7 +137,7 @@ def right_model(weight: AnyWeight, contract: Contract) -> LinearModel:
 
 
 def gather(
-    weight: AnyWeight,
+    weight: PlainWeight,
     contract: Contract,
     unbiased: Call,
     x: Tensor,
@@ -208,7 +208,7 @@ def _sampled(m: int) -> Tensor:
     return torch.cat([torch.arange(8), torch.linspace(8, m - 9, 16).long(), torch.arange(m - 8, m)])
 
 
-def _impulses(weight: AnyWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _impulses(weight: PlainWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Columns and amplitudes: all of K or a sample with both ends, then some at odd sizes."""
     n, k = weight.shape
     most = max(64, READ_MOST // n)
@@ -235,7 +235,7 @@ def _rows(plan: tuple[Tensor, Tensor], part: slice, like: Tensor) -> Tensor:
     return x
 
 
-def logical_codes(weight: AnyWeight) -> Tensor | None:
+def logical_codes(weight: PlainWeight) -> Tensor | None:
     """Codes [N, K] of a quantised weight, int64; None of a dense one."""
     return weight.unpacked().long() if isinstance(weight, QuantizedWeight) else None
 

@@ -12,8 +12,9 @@ from reconcile.contract import Contract
 from reconcile.diagnosis.engine import SECONDS, Energy, diagnose
 from reconcile.diagnosis.evidence import Call, LinearEvidence, gather
 from reconcile.diagnosis.families import linear_hypotheses
-from reconcile.replay import AnyWeight, Prepared
+from reconcile.grouped import PlainWeight
 from reconcile.replay import Call as Outcome
+from reconcile.replay import Prepared
 from reconcile.report import Diagnosis, Reason
 
 NUMERIC = (Reason.OVER_LIMIT, Reason.BIAS, Reason.NONFINITE, Reason.UNWRITTEN)
@@ -29,14 +30,14 @@ MOST_ROWS = 512
 class Failure:
     """A call that failed, and how to call again."""
 
-    weight: AnyWeight
+    weight: PlainWeight
     contract: Contract
     """The kernel's whole contract."""
     x: Tensor
     """[..., K] as the kernel was given it, with its strides."""
     y: Tensor
     """[..., N]."""
-    prepare: Callable[[AnyWeight], Prepared | Outcome]
+    prepare: Callable[[PlainWeight], Prepared | Outcome]
     """Gives a kernel that is ready for a weight."""
     impulse: bool = False
     """Whether x holds rows of the identity: random rows say more besides the read-out."""
@@ -89,7 +90,7 @@ def _random_rows(m: int, k: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(m, k, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def _without_bias(weight: AnyWeight) -> AnyWeight:
+def _without_bias(weight: PlainWeight) -> PlainWeight:
     if weight.bias is None:
         return weight
     return replace(weight, bias=torch.zeros_like(weight.bias))
