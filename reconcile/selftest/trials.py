@@ -118,9 +118,14 @@ class CaseTrial:
     only: str = "*"
     patch: Patch = nullcontext
     """What is replaced while the faulty candidate is captured and judged."""
+    fresh: bool = False
+    """The patch also holds while the checkpoint is read and the reference captured."""
 
     def run(self, *, faulty: bool) -> Seen:
         """The case with the faulty kernel or with its clean twin."""
+        if faulty and self.fresh:
+            with self.patch():
+                return seen(lambda: self._report(self.faulty, _embedded()))
         if not faulty:
             return seen(lambda: self._report(self.clean))
         if self.patch is nullcontext:
@@ -135,15 +140,19 @@ class CaseTrial:
         """Equal for trials whose clean twins are the same run."""
         return (self.clean, self.levels, self.only)
 
-    def _report(self, kernel: str) -> Report:
-        return embedded_session().run(kernel=kernel, levels=self.levels, only=self.only)
+    def _report(self, kernel: str, session: Session | None = None) -> Report:
+        session = session or embedded_session()
+        return session.run(kernel=kernel, levels=self.levels, only=self.only)
 
 
-@functools.cache
-def embedded_session() -> Session:
-    """The embedded case without its required kernel; loaded once per process."""
+def _embedded() -> Session:
+    """The embedded case without its required kernel."""
     case = load_case(registry.embedded_case())
     return Session(replace(case, gate=replace(case.gate, require=())))
+
+
+embedded_session = functools.cache(_embedded)
+"""The same, loaded once per process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
