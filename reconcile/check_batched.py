@@ -64,7 +64,7 @@ def check_batched_linear(
     notices = [f"probed groups {list(chosen)} of {count}"]
     for group in chosen:
         report = check_linear(
-            _one_group(kernel, weight, bias, group),
+            _one_group(kernel, weight, bias, group, chosen),
             weight[group],
             bias=None if bias is None else bias[group],
             **options,
@@ -90,14 +90,20 @@ def _spread(count: int) -> tuple[int, ...]:
 
 
 def _one_group(
-    kernel: Callable[..., Tensor], weight: Tensor, bias: Tensor | None, group: int
+    kernel: Callable[..., Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    group: int,
+    chosen: tuple[int, ...],
 ) -> Callable[..., Tensor]:
     """The batched kernel as a plain one whose operands stand in place ``group``.
 
     What it does to the other groups is raised: it must leave their operands alone and keep their
-    outputs finite whatever the probed group holds.
+    outputs finite whatever the probed group holds. An output that is not finite although all
+    operands are is left to the probes of its own group, where that is among the ``chosen``.
     """
     count = weight.shape[0]
+    unwritten: set[int] = set()
     others = torch.arange(count) != group
 
     def plain(x: Tensor, own: Tensor, own_bias: Tensor | None = None) -> Tensor:
@@ -125,8 +131,14 @@ def _one_group(
         x.copy_(rows.view_as(x))
         if not isinstance(y, Tensor) or y.dim() != 3 or y.shape[0] != count:
             return y  # type: ignore[no-any-return]
-        if not bool(y[others].isfinite().all()):
-            raise RuntimeError("an output of another group, whose operands are finite, is not")
+        spoilt = [g for g in range(count) if g != group and not bool(y[g].isfinite().all())]
+        spread = not all(bool(part.isfinite().all()) for part in mine)
+        if not spread and set(spoilt) <= set(chosen):
+            unwritten.update(spoilt)
+        elif strange := sorted(set(spoilt) - unwritten):
+            raise RuntimeError(
+                f"outputs of other groups, whose operands are finite, are not: groups {strange}"
+            )
         return y[group].reshape(*x.shape[:-1], y.shape[-1])
 
     plain.__name__ = getattr(kernel, "__name__", type(kernel).__name__)

@@ -82,7 +82,7 @@ def violations(
             found.append(f"missed: {result.id}: {result.patch}")
         if result.detected and result.id in ratchet.missed:
             found.append(f"{result.id} is found but listed as missed: accept that")
-        if result.detected and not result.located:
+        if result.detected and result.op and not result.located:
             found.append(f"another op is named first: {result.id}: {result.tap}")
     if whole:
         found += _fallen(rates, ratchet)

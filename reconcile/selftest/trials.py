@@ -40,11 +40,13 @@ def clean_twin(trial: Trial) -> Seen:
 
 
 def seen(run: Callable[[], Report]) -> Seen:
-    """What is seen of a run; a refusal is exit code 3 with its message, as on the command line."""
+    """What is seen of a run; refusals and crashes have the exit codes of the command line."""
     try:
         return Seen.of(run())
     except ReconcileError as error:
         return Seen(exit_code=ExitCode.BAD_INPUT, text=str(error))
+    except Exception as error:  # noqa: BLE001 - a patched harness may raise anything
+        return Seen(exit_code=ExitCode.INTERNAL, text=f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ def test_mutant(mutant):
 
     assert not result.twin, f"the clean twin: {result.twin}"
     assert result.detected != (mutant.id in MISSED), result
-    assert not result.detected or result.located, f"expected {mutant.op} first: {result}"
+    named = not result.detected or not mutant.op or result.located
+    assert named, f"expected {mutant.op} first: {result}"
 
 
 @pytest.mark.parametrize("variant", SUITE.variants, ids=lambda variant: variant.id)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import reconcile
+from reconcile.report import Reason
 
 CONTRACT = reconcile.Contract()
 
@@ -131,3 +132,21 @@ def test_a_fault_between_groups_fails(weight, kernel):
         kernel, weight, bias=bias, contract=CONTRACT, groups=[1]
     )
     assert report.exit_code == 1
+
+
+def does_not_write_group_2(x, w, bias=None):
+    y = torch.empty(*x.shape[:2], w.shape[1], dtype=x.dtype)
+    right = batched(x, w, bias)
+    for group in (0, 1, 3, 4, 5):
+        y[group] = right[group]
+    return y
+
+
+def test_a_group_that_is_not_written_is_named(weight):
+    report = reconcile.check_batched_linear(does_not_write_group_2, weight, contract=CONTRACT)
+    assert {row.tap for row in report.failures()} == {"linear.2:out"}
+    assert next(report.failures()).reason is Reason.UNWRITTEN
+    unprobed = reconcile.check_batched_linear(
+        does_not_write_group_2, weight, contract=CONTRACT, groups=[0]
+    )
+    assert "groups [2]" in next(unprobed.failures()).text
