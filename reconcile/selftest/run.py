@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class Result:
     """Published gates on random activations; None: they see no outputs, or no wrong ones."""
     gates_probes: Refused | None
     """The same on all our probes' outputs."""
+    seconds: float
+    """Processor time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ class Outcome:
 
 def run_mutant(mutant: Mutant) -> Result:
     """The mutant and its clean twin."""
+    started = time.process_time()
     with watching() as watched:
         seen = mutant.trial.run(faulty=True)
     twin = clean_twin(mutant.trial)
@@ -107,6 +111,7 @@ def run_mutant(mutant: Mutant) -> Result:
         twin="" if twin.exit_code == ExitCode.PASS else _why(twin),
         gates=dict(watched.random) if comparable else None,
         gates_probes=dict(watched.probes) if comparable else None,
+        seconds=round(time.process_time() - started, 2),
     )
 
 
