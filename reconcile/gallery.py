@@ -10,6 +10,8 @@ from reconcile.report import Level, Verdict
 
 MOST_FAILING = 40
 """Failing rows that are looked at; one look costs about a millisecond and 5 kB of report."""
+LARGEST_PASSING = 1 << 20
+"""Elements of the largest passing row that is looked at; a failing one may cost more."""
 
 
 class Gallery:
@@ -42,8 +44,10 @@ class Gallery:
         return True
 
     def _is_record(self, level: Level, finding: Finding) -> bool:
-        used = finding.utilisation
+        used, pair = finding.utilisation, finding.pair
         if finding.reason is not None or used is None or not used > self._used.get(level, 0.0):
+            return False
+        if pair is None or pair.candidate.numel() > LARGEST_PASSING:
             return False
         self._used[level] = used
         return True

@@ -196,6 +196,16 @@ def test_gallery_looks_at_failures_once_per_place_and_at_records():
     assert looked == [True, False, True, True, True, False, False, True, False]
 
 
+def test_a_large_passing_row_is_not_looked_at():
+    large = torch.zeros(1, (1 << 20) + 1)
+    pair = Pair(large, large.double())
+    passing = Finding({}, utilisation=0.5, pair=pair)
+    failing = Finding({}, utilisation=2.0, reason=Reason.OVER_LIMIT, pair=pair)
+    looked = [Gallery().look(Level.OP, "a", "c", item).evidence for item in (passing, failing)]
+    assert looked[0] is None
+    assert looked[1] is not None
+
+
 def test_gallery_is_bounded():
     gallery = Gallery()
     found = [
