@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reconcile.contract import DTYPES, Contract
+from reconcile.contract import Contract
 from reconcile.exceptions import KernelError, nearest
 from reconcile.kernel import Engine, LinearSpec, Support
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.ternary_cpu import ops
 from reconcile_kernels.ternary_cpu.processor import lacking
-from reconcile_kernels.ternary_weight import row_scaled_formats, row_scales, ternary_values
+from reconcile_kernels.ternary_weight import row_scaled_formats, row_scales, ternary_values, widened
 
 AVX512_BF16 = Engine("avx512_bf16")
 """VDPBF16PS: bfloat16 products, float32 sums."""
@@ -141,7 +141,7 @@ class TernaryCpu:
         if x.device.type != "cpu":
             raise KernelError(f"{self.name}: the weight is on cpu, x is on {x.device}")
         if bias is not None:
-            bias = self._widened(bias, prepared.n)
+            bias = widened(bias, prepared.n, f"{self.name}: bias")
         y = ops.multiply(
             self.kind,
             x.reshape(-1, prepared.k),
@@ -163,14 +163,6 @@ class TernaryCpu:
         if engine not in self.engines:
             raise KernelError(f"{self.name}: {self._unknown(engine)}")
         return ops.LIBRARY.build()
-
-    def _widened(self, bias: Tensor, n: int) -> Tensor:
-        if bias.dtype not in DTYPES.values() or bias.dtype == torch.float64 or bias.shape != (n,):
-            raise KernelError(
-                f"{self.name}: bias: expected [{n}] in float32, bfloat16 or float16, got "
-                f"{bias.dtype} {list(bias.shape)}"
-            )
-        return bias.to(torch.float32).contiguous()
 
     def _unknown(self, engine: Engine) -> str:
         return f'no engine "{engine.name}"; {nearest(engine.name, [e.name for e in self.engines])}'

@@ -1,10 +1,16 @@
 // One CUDA C++ source for two compilers. nvcc compiles it as it is; any other C++ compiler finds
-// here the few names of CUDA that a kernel without barriers needs, and a launch that loops over
-// the grid, block by block and thread by thread, on the calling thread of the CPU.
+// here the names of CUDA that a kernel needs, and a launch that runs the grid on the CPU
+// (emulator.h): barriers, shared memory and warp shuffles work, and what a GPU would answer with
+// wrong numbers or a dead context is an error that names the block and the thread.
 //
-// Not supplied on the CPU: barriers, __shared__ memory, warp collectives, atomics. A thread runs
-// from its start to its end before the next one begins, so none of them could work; a source that
-// uses one does not compile.
+// Memory goes through three names, which cost nothing under nvcc:
+//
+//   Global<T>           an array in global memory with its length: get, set, and vector<V>, an
+//                       aligned load of several elements at once
+//   SHARED(T, s, count) an array of the block, Shared<T> s: get and set
+//   LAUNCH(kernel, grid, block, stream, ...)   a launch; on the CPU it has finished when it returns
+//
+// A warp collective takes all 32 lanes of its warp.
 #pragma once
 
 #include <stdint.h>
@@ -13,36 +19,52 @@
 
 #include <cuda_runtime.h>
 
-#define LAUNCH(kernel, grid, block, stream, ...) \
-  kernel<<<(grid), (block), 0, (stream)>>>(__VA_ARGS__)
+namespace grid {
+
+template <typename T>
+struct Global {
+  T* start;
+  __host__ __device__ Global(T* start_, int64_t) : start(start_) {}
+  __device__ __forceinline__ T get(int64_t i) const { return start[i]; }
+  __device__ __forceinline__ void set(int64_t i, T value) const { start[i] = value; }
+  template <typename V>
+  __device__ __forceinline__ V vector(int64_t i) const {
+    return *(const V*)(start + i);
+  }
+};
+
+template <typename T>
+struct Shared {
+  T* start;
+  __device__ __forceinline__ T get(int i) const { return start[i]; }
+  __device__ __forceinline__ void set(int i, T value) const { start[i] = value; }
+};
+
+}  // namespace grid
+
+#define SHARED(T, name, count)          \
+  __shared__ T name##_storage[(count)]; \
+  const grid::Shared<T> name { name##_storage }
+
+#define LAUNCH(kernel, grid_size, block_size, stream, ...) \
+  kernel<<<(grid_size), (block_size), 0, (stream)>>>(__VA_ARGS__)
 
 #else
 
-#include <string.h>
+#include "emulator.h"
 
 #define __global__
 #define __device__
 #define __constant__
 #define __host__
 #define __forceinline__ inline __attribute__((always_inline))
-#define __syncthreads() static_assert(false, "grid.h: __syncthreads is not supplied on the CPU")
-#define __syncwarp(...) static_assert(false, "grid.h: __syncwarp is not supplied on the CPU")
-
-struct uint3 {
-  unsigned x, y, z;
-};
-
-struct dim3 {
-  unsigned x, y, z;
-  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
-};
 
 typedef int cudaError_t;
-typedef void *cudaStream_t;
+typedef void* cudaStream_t;
 static const cudaError_t cudaSuccess = 0;
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-static inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
+static inline cudaError_t cudaGetLastError() { return grid::last_error(); }
+static inline const char* cudaGetErrorString(cudaError_t code) { return grid::error_text(code); }
 
 static inline uint32_t __float_as_uint(float value) {
   uint32_t bits;
@@ -56,40 +78,21 @@ static inline float __uint_as_float(uint32_t bits) {
   return value;
 }
 
-namespace grid {
+#define threadIdx (grid::here().thread_index)
+#define blockIdx (grid::here().block_index)
+#define blockDim (grid::here().block_size)
+#define gridDim (grid::here().grid_size)
+#define __syncthreads() grid::barrier(__LINE__)
+#define __syncwarp() ((void)grid::exchange(0u, __LINE__))
 
-// Where the running CUDA thread is; one per thread of the CPU, so that several may launch.
-struct Place {
-  uint3 block_index, thread_index;
-  dim3 block_size, grid_size;
-};
-static thread_local Place here;
-
-template <typename Body>
-static void launch(dim3 grid_size, dim3 block_size, Body body) {
-  here.grid_size = grid_size;
-  here.block_size = block_size;
-  uint3 b, t;
-  for (b.z = 0; b.z < grid_size.z; ++b.z)
-    for (b.y = 0; b.y < grid_size.y; ++b.y)
-      for (b.x = 0; b.x < grid_size.x; ++b.x)
-        for (t.z = 0; t.z < block_size.z; ++t.z)
-          for (t.y = 0; t.y < block_size.y; ++t.y)
-            for (t.x = 0; t.x < block_size.x; ++t.x) {
-              here.block_index = b;
-              here.thread_index = t;
-              body();
-            }
+template <typename T>
+static inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
+  return grid::shuffle_xor(mask, value, lanes, width);
 }
 
-}  // namespace grid
+#define SHARED(T, name, count) const grid::Shared<T> name = grid::shared<T>(#name, (count))
 
-#define blockIdx (grid::here.block_index)
-#define threadIdx (grid::here.thread_index)
-#define blockDim (grid::here.block_size)
-#define gridDim (grid::here.grid_size)
-
-// The stream is ignored: the launch has finished when it returns.
+// The stream is ignored.
 #define LAUNCH(kernel, grid_size, block_size, stream, ...) \
   ((void)(stream), grid::launch((grid_size), (block_size), [&] { kernel(__VA_ARGS__); }))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from reconcile.contract import Contract
@@ -14,6 +13,7 @@ from reconcile.kernel import Engine, LinearSpec, Support
 from reconcile.native import NativeLibrary, cuda_device
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.ternary_cuda import ops
+from reconcile_kernels.ternary_weight import widened
 
 FORMAT = "ternary_k_interleaved"
 """The one format that the kernel reads."""
@@ -26,8 +26,6 @@ CUDA_ON_CPU = Engine("cuda-on-cpu", execution="emulated")
 _LIBRARIES = {CUDA: ops.CUDA, CUDA_ON_CPU: ops.CPU}
 _LARGEST_N = 32 * 65535
 """CUDA allows 65535 blocks along y, each of 32 columns."""
-_VECTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of scales and biases: those that float32 holds exactly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +119,7 @@ class TernaryNaive:
         device = "cuda" if engine == CUDA else "cpu"
         return PreparedTernary(
             codes=weight.codes.to(device).contiguous(),
-            scales=_widened(weight.scales, n, f"{where}: scales").to(device),
+            scales=widened(weight.scales, n, f"{where}: scales").to(device),
             n=n,
             k=k,
             engine=engine,
@@ -157,7 +155,7 @@ class TernaryNaive:
                 f"{prepared.codes.device}, x is on {x.device}"
             )
         if bias is not None:
-            bias = _widened(bias, prepared.n, f"{self.name}: bias").to(x.device)
+            bias = widened(bias, prepared.n, f"{self.name}: bias").to(x.device)
         shape = (*x.shape[:-1], prepared.n)
         if x.numel() == 0:
             return x.new_empty(shape)
@@ -180,16 +178,6 @@ class TernaryNaive:
 
     def _unknown(self, engine: Engine) -> str:
         return f'no engine "{engine.name}"; {nearest(engine.name, [e.name for e in self.engines])}'
-
-
-def _widened(vector: Tensor, n: int, what: str) -> Tensor:
-    """``vector`` [N] as contiguous float32, exactly; KernelError for what float32 cannot hold."""
-    if vector.dtype not in _VECTOR_DTYPES or tuple(vector.shape) != (n,):
-        raise KernelError(
-            f"{what}: expected [{n}] in {', '.join(map(str, _VECTOR_DTYPES))}, got "
-            f"{vector.dtype} {list(vector.shape)}"
-        )
-    return vector.to(torch.float32).contiguous()
 
 
 NAIVE = TernaryNaive()

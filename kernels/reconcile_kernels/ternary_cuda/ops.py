@@ -33,7 +33,7 @@ def _library(language: Language) -> NativeLibrary:
     return NativeLibrary(
         name=f"ternary_naive-{'cuda' if language == 'cuda' else 'cpu'}",
         sources=(_FOLDER / "naive.cu",),
-        headers=(_FOLDER / "grid.h",),
+        headers=tuple(_FOLDER / name for name in ("grid.h", "emulator.h", "numbers.h")),
         language=language,
     )
 
