@@ -6,6 +6,7 @@ import pytest
 
 import reconcile
 from reconcile import registry
+from reconcile.kernel import choose_engine
 from reconcile.report import Level
 
 
@@ -15,12 +16,21 @@ def session():
     return reconcile.session(replace(case, gate=replace(case.gate, require=())))
 
 
-@pytest.mark.parametrize("name", ["ternary_cpu.bf16", "ternary_cpu.int8"])
+VARIANTS = ("vectorised", "tiled", "masks")
+NAMES = [
+    "ternary_cpu.bf16",
+    "ternary_cpu.int8",
+    *(pytest.param(f"ternary_cuda.{name}", marks=pytest.mark.slow) for name in VARIANTS),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_embedded_case_passes(session, name):
     kernel = registry.kernel(name)
-    if not (support := kernel.is_supported(kernel.engines[0])):
-        pytest.skip(support.reason)
+    engine, reason = choose_engine(kernel, "auto")
+    if engine is None:
+        pytest.skip(reason)
     report = session.run(kernel=name)
     report.raise_for_verdict()
     assert {row.level for row in report.rows} == {Level.WEIGHT, Level.OP, Level.MODULE, Level.MODEL}
-    assert {row.engine for row in report.rows if row.level is Level.OP} == {kernel.engines[0].name}
+    assert {row.engine for row in report.rows if row.level is Level.OP} == {engine.name}

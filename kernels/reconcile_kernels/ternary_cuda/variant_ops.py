@@ -183,7 +183,7 @@ def functions(
 def _check(
     x: Tensor, words: Tensor, scales: Tensor, bias: Tensor | None, n: int, span: int
 ) -> None:
-    """KernelError unless these tensors fit together; their lengths are checked again by the grid."""
+    """KernelError unless these tensors fit together."""
     k = x.shape[-1] if x.dim() else 0
     tensors = {"x": x, "words": words, "scales": scales} | ({} if bias is None else {"bias": bias})
     fits = (

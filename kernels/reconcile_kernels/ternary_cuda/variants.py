@@ -12,7 +12,7 @@ from torch import Tensor
 from reconcile.contract import Contract
 from reconcile.exceptions import KernelError, nearest
 from reconcile.kernel import Engine, LinearSpec, Support
-from reconcile.native import cuda_device
+from reconcile.native import NativeLibrary, cuda_device
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.ternary_cuda import ops, variant_ops
 from reconcile_kernels.ternary_cuda.naive import CUDA, CUDA_ON_CPU
@@ -210,7 +210,7 @@ class TernaryVariant:
             raise KernelError(f"{self.name}: {self._unknown(engine)}")
         return self._libraries(engine)[self.variant].build()
 
-    def _libraries(self, engine: Engine) -> dict[str, variant_ops.NativeLibrary]:
+    def _libraries(self, engine: Engine) -> dict[str, NativeLibrary]:
         return variant_ops.CUDA if engine.name == CUDA.name else variant_ops.CPU
 
     def _unknown(self, engine: Engine) -> str:
