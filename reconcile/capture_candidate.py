@@ -41,11 +41,10 @@ from reconcile.provenance import provenance
 from reconcile.replay import Call, KernelFailureError, KernelLinear, Prepared, repeated
 from reconcile.report import Reason
 from reconcile.rounding import bitwise_equal
-from reconcile.stages import stage_facts
+from reconcile.stages import all_stage_facts
 from reconcile.steps import Step
 from reconcile.taps import forced_inputs
 from reconcile.trace import Pass, Tap, Trace
-from reconcile.weight import QuantizedWeight
 
 REPEATS = 3
 """Calls of a kernel on one input whose bits must agree."""
@@ -144,9 +143,8 @@ def stages_of(plan: Plan, ready: Mapping[str, Prepared | Call]) -> dict[str, lis
     ran = [name for name, prepared in ready.items() if isinstance(prepared, Prepared)]
     weights = {name: plan.checkpoint.weights[name] for name in ran}
     return {
-        name: stage_facts(weight, plan.arithmetic, plan.engine, inspect)
+        name: all_stage_facts(weight, plan.arithmetic, plan.engine, inspect)
         for name, weight in weights.items()
-        if isinstance(weight, QuantizedWeight)
     }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reconcile import registry
 from reconcile.contract import UNIT_ROUNDOFF
 from reconcile.grouped import Reference, StoredWeight, baseline_linear, reference_linear
 from reconcile.limits import gamma
@@ -109,7 +110,9 @@ def _both_kinds(
 def _weight_facts(plan: Plan) -> dict[str, dict[str, Any]]:
     """Per module: is its decoded weight fit to judge by?"""
     path = plan.case.model.original
-    originals = {} if path is None else plan.checkpoint.originals(plan.case.base / path)
+    originals = (
+        {} if path is None else plan.checkpoint.originals(registry.checkpoint(path, plan.case.base))
+    )
     return {
         module: weight_facts(
             plan.checkpoint.weights[module],

@@ -41,7 +41,8 @@ class ModelConfig:
     load_rule: str | None = None
     """What a serving engine changes in the weights when it loads them, by the name of the rule."""
     original: Path | None = None
-    """Checkpoint of the same names before quantisation, for the error of quantising itself."""
+    """Checkpoint of the same names before quantisation, for the error of quantising itself; a path
+    or ``derived:NAME``."""
     prompts: Path | None = None
     """JSON file of prompts, relative to the case file."""
     max_tokens: int = 64

@@ -23,6 +23,7 @@ from reconcile.metrics import error_stats
 from reconcile.model_metrics import TOP, model_stats
 from reconcile.ports import logits_tap, output_tap
 from reconcile.report import Coverage, Level, Limits, Reason, Row, Verdict
+from reconcile.routing import routing_stats
 from reconcile.sides import Sides, check_tolerances, largest, phase_of
 from reconcile.trace import Pass, Tap
 
@@ -322,6 +323,8 @@ def _judge_pair(sides: Sides, tap: str, c: Pass, r: Pass) -> Finding:
     if tap not in c.tensors or tap not in r.tensors:
         return _not_compared(f"only the {'reference' if tap in r.tensors else 'candidate'} has it")
     candidate, reference = c.tensors[tap], r.tensors[tap]
+    if (routed := _routed_logits(tap, r)) is not None and candidate.shape == reference.shape:
+        return _judge_routing(sides, candidate, reference, routed, r)
     if candidate.shape != reference.shape:
         text = f"expected {list(reference.shape)}, got {list(candidate.shape)}"
         return Finding({}, reason=Reason.SHAPE, text=text)
@@ -335,6 +338,41 @@ def _judge_pair(sides: Sides, tap: str, c: Pass, r: Pass) -> Finding:
         sides.record.dtype,
         f"{what}, largest of all prompts",
     )
+
+
+def _routed_logits(tap: str, r: Pass) -> str | None:
+    """Of a tap that holds chosen experts, integers, the tap of the router's logits."""
+    if r.tensors[tap].is_floating_point():
+        return None
+    module, top = Tap.parse(tap).module, r.tensors[tap].shape[-1]
+    beside = [
+        name
+        for name, tensor in r.tensors.items()
+        if Tap.parse(name).module == module
+        and Tap.parse(name).port.startswith("out")
+        and tensor.is_floating_point()
+        and tensor.shape[-1] > top
+    ]
+    return beside[0] if len(beside) == 1 else None
+
+
+def _judge_routing(
+    sides: Sides, candidate: Tensor, reference: Tensor, logits: str, r: Pass
+) -> Finding:
+    """Chosen experts as sets; a set may differ among logits that the accepted error can swap."""
+    baseline = sides.pooled(r.kind, logits, phase_of(r))
+    if baseline is None:
+        return _not_compared("the reference's trace has no baseline for the router's logits")
+    slack = 2 * BASELINE_FACTORS["max_abs"] * baseline["max_abs"]
+    limits = Limits(
+        kind="baseline",
+        source=(
+            f"two experts may change places within twice the accepted max_abs of the router's "
+            f"logits ({slack:.3g}): a smaller margin of the reference is a tie"
+        ),
+        bounds={"set_gap": slack},
+    )
+    return judge_numbers(routing_stats(candidate, reference, r.tensors[logits]), limits)
 
 
 # --------------------------------------------------------------------------- model

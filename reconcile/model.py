@@ -28,6 +28,8 @@ class Structure:
     """Final norm."""
     head: str | None
     """Output embedding, ``lm_head``."""
+    routers: tuple[str, ...] = ()
+    """Modules that choose experts; they return logits, scores and the chosen ones."""
 
 
 class Checkpoint(Protocol):

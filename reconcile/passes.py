@@ -25,7 +25,8 @@ def tapped_modules(plan: Plan, model: nn.Module) -> tuple[str, ...]:
         for name, child in model.get_submodule(layer).named_children()
         if any(True for _ in child.children())
     }
-    wanted = {"", *plan.parts, *plan.modules, *blocks}
+    routers = plan.checkpoint.structure.routers
+    wanted = {"", *plan.parts, *plan.modules, *blocks, *routers}
     return tuple(name for name, _ in model.named_modules() if name in wanted)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from reconcile import mx
 from reconcile.contract import Contract
+from reconcile.grouped import GroupedWeight, StoredWeight
 from reconcile.kernel import Engine, Stage
 from reconcile.linears import weight_chain
 from reconcile.replay import failed_call
@@ -18,6 +19,24 @@ from reconcile.weight import QuantizedWeight
 
 Inspect = Callable[[QuantizedWeight, Engine], Iterable[Stage]]
 """A kernel's ``stages``."""
+
+
+def all_stage_facts(
+    weight: StoredWeight, contract: Contract, engine: Engine, inspect: Inspect
+) -> list[dict[str, Any]]:
+    """`stage_facts` of a weight, of a batched one group by group: ``resolve.3`` is group 3's.
+
+    A dense weight has no stages.
+    """
+    if isinstance(weight, GroupedWeight):
+        return [
+            entry | {"name": f"{entry['name']}.{g}"}
+            for g, group in enumerate(weight.groups)
+            for entry in all_stage_facts(group, contract, engine, inspect)
+        ]
+    if not isinstance(weight, QuantizedWeight):
+        return []
+    return stage_facts(weight, contract, engine, inspect)
 
 
 def stage_facts(

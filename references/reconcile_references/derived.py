@@ -33,6 +33,12 @@ MASTER = "tiny-lm-master"
 """Folder of the dense model in `reconcile_fixtures`."""
 DENSE_HEAD = "lm_head"
 Tensors = dict[str, Tensor]
+
+
+def _as_it_is(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    return config, tensors
+
+
 Store = Callable[[str, Tensor], Tensors]
 """Name and dense weight [N, K] of a linear to the tensors that a checkpoint stores of it."""
 
@@ -48,6 +54,8 @@ class Derived:
     sha256: str
     """Of its config and tensors, by `content_hash`."""
     master: str = MASTER
+    reshape: Callable[[dict[str, Any], Tensors], tuple[dict[str, Any], Tensors]] = _as_it_is
+    """What becomes of the master's config and tensors before they are quantised."""
 
     def __call__(self) -> Path:
         """The directory, made where it is missing or not what it should be.
@@ -92,9 +100,10 @@ class Derived:
     def derive(self) -> tuple[dict[str, Any], Tensors]:
         """The config and the tensors."""
         source = _fixtures() / self.master
-        config = read_config(source) | {"quantization_config": dict(self.declared)}
+        config, dense = self.reshape(read_config(source), read_tensors(source))
+        config |= {"quantization_config": dict(self.declared)} if self.declared else {}
         tensors: Tensors = {}
-        for name, tensor in read_tensors(source).items():
+        for name, tensor in dense.items():
             module = name.removesuffix(".weight")
             tensors |= self.store(module, tensor) if _is_linear(module) else {name: tensor}
         return config, tensors
@@ -227,3 +236,69 @@ mxfp8_native = Derived(
     sha256="54b0d4eec350fabd52974d537c8cb2f7fdf29c9ece424a10fae7e660849354dc",
 )
 """MiniMax's layout: uint8 ``weight_scale`` [N, K / 32], quantised by the rule ``rceil``."""
+
+
+EXPERTS, TOP_K, NEURONS, MOE_LAYERS = 4, 2, 128, 2
+"""The tiny mixture: experts, experts per token, neurons of an expert, layers that are kept."""
+
+
+def _mixture(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """The master's first layers as Qwen3-MoE: expert e has 128 neurons of the dense MLP from 128 e.
+
+    They wrap around at the end, so that experts differ and together hold every neuron. The
+    router's weights are integers over 256 from a hash of their place: no library's random
+    numbers are in the pinned bytes.
+    """
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if parts[1:2] == ["layers"] and int(parts[2]) >= MOE_LAYERS:
+            continue
+        if ".mlp." not in name:
+            made[name] = tensor
+            continue
+        prefix, _, part = name.removesuffix(".weight").rpartition(".")
+        size = int(config["intermediate_size"])
+        for expert in range(EXPERTS):
+            chosen = (torch.arange(NEURONS) + NEURONS * expert) % size
+            rows = tensor[:, chosen] if part == "down_proj" else tensor[chosen]
+            made[f"{prefix}.experts.{expert}.{part}.weight"] = rows.contiguous()
+        made[f"{prefix}.gate.weight"] = _router(int(parts[2]), int(config["hidden_size"]))
+    changes = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": MOE_LAYERS,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": NEURONS,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    return config | changes, made
+
+
+def _router(layer: int, hidden: int) -> Tensor:
+    """Router weights bfloat16 [E, H], multiples of 1/256 in [-1/4, 1/4)."""
+    place = torch.arange(EXPERTS * hidden, dtype=torch.int64) + 1_000_003 * (layer + 1)
+    mixed = (place * 2_654_435_761) % 2**32 // 2**25
+    return ((mixed - 64).to(torch.float32) / 256).to(torch.bfloat16).reshape(EXPERTS, hidden)
+
+
+moe_master = Derived(
+    name="tiny-moe-master",
+    declared={},
+    store=lambda module, weight: {f"{module}.weight": weight},
+    reshape=_mixture,
+    sha256="49edd28b890be6bfa04575396c244877648c03a9f68640e3e8e9bda8127d433a",
+)
+"""The mixture before quantisation."""
+
+moe_fp8_block = Derived(
+    name="tiny-moe-fp8-block",
+    declared=_FP8 | {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    store=fp8_block.store,
+    reshape=_mixture,
+    sha256="a19d5dd0578179f76574ec7674a0c185469076b7ec855af3bb74d930ae069ed5",
+)
+"""Qwen3-MoE FP8's layout: every expert's linears with bfloat16 ``weight_scale_inv`` per block."""

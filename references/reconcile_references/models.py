@@ -27,6 +27,7 @@ from reconcile_references.checkpoint import (
     read_tensors,
 )
 from reconcile_references.dense import dense_linears, dense_weights
+from reconcile_references.experts import Place, joined, original, places, routers, split_experts
 from reconcile_references.load_rules import apply_rule
 from reconcile_references.precise import preserve_float64
 from reconcile_references.scheme import Scheme, read_scheme
@@ -58,6 +59,8 @@ class TransformersCheckpoint:
     """Every tensor that is not part of one of ``weights``, by checkpoint name."""
     structure: Structure
     config: transformers.PreTrainedConfig
+    experts: Mapping[str, Place] = field(default_factory=dict)
+    """Batched linears of experts: which linears of the checkpoint they join."""
     activation_scales: Mapping[str, Tensor] = field(default_factory=dict)
     """Stored scales of static activation quantisation by module, float32 []; a kernel that does
     not quantise activations has no use for them."""
@@ -79,6 +82,8 @@ class TransformersCheckpoint:
         """
         with self.precise(dtype):
             model = _empty_model(self.config, dtype)
+        if any(isinstance(weight, GroupedWeight) for weight in self.weights.values()):
+            split_experts(model)
         for name, weight in self.weights.items():
             model.set_submodule(name, make_linear(name, weight))
         if dtype == torch.float64:
@@ -104,10 +109,15 @@ class TransformersCheckpoint:
         """
         tensors = read_tensors(path)
         found = {name: tensors.get(f"{name}.weight") for name in self.weights}
+        found |= {
+            name: original(place, tensors)
+            for name, place in self.experts.items()
+            if name in self.weights
+        }
         bad = [
             name
             for name, tensor in found.items()
-            if tensor is None or tuple(tensor.shape) != self.weights[name].shape
+            if tensor is None or tuple(tensor.shape[-2:]) != self.weights[name].shape
         ]
         if bad:
             raise CheckpointError(f"{path}: {names('not the original of', bad)}")
@@ -147,6 +157,8 @@ class TransformersModels:
         scheme = read_scheme(body, path)
         config = _model_config(path)
         skeleton = _skeleton(config, path)
+        if scheme is not None:
+            split_experts(skeleton)
         structure = _structure(skeleton)
         tensors = read_tensors(path)
         weights: Mapping[str, StoredWeight]
@@ -158,10 +170,12 @@ class TransformersModels:
         else:
             linears = _quantized_linears(skeleton, scheme, structure.head, path)
             parts = _parts(linears, scheme, tensors, path)
-            weights = stored = _quantized(linears, scheme, parts, tensors, path)
-            consumed = set().union(*(p.names for p in parts.values()))
+            stored = _quantized(linears, scheme, parts, tensors, path)
+            consumed = {f"{name}.weight" for name in stored}
+            consumed = consumed.union(*(p.names for p in parts.values()))
             if rule:
-                weights, notes = apply_rule(rule, stored)
+                stored, notes = apply_rule(rule, stored)
+            weights = _batched(places(skeleton), stored)
         consumed |= {f"{name}.weight" for name in weights}
         dense = {name: tensor for name, tensor in tensors.items() if name not in consumed}
         _check_names(skeleton, consumed, dense, path)
@@ -172,6 +186,7 @@ class TransformersModels:
             dtype=_dense_dtype(dense),
             weights=weights,
             notes=notes,
+            experts={} if scheme is None else places(skeleton),
             activation_scales=_activation_scales(parts, tensors, path),
             dense=dense,
             structure=structure,
@@ -248,6 +263,16 @@ def _quantized_linears(
         for name, module in skeleton.named_modules()
         if isinstance(module, nn.Linear) and scheme.is_quantized(name, head)
     }
+    experts = {
+        name: shape for place in places(skeleton).values() for name, shape in place.linears.items()
+    }
+    if dense := [name for name in experts if not scheme.is_quantized(name, head)]:
+        raise CheckpointError(
+            f"{path}: {names('experts that stay dense are not supported', dense)}"
+        )
+    linears |= {
+        n: nn.Linear(k, rows, bias=False, device="meta") for n, (rows, k) in experts.items()
+    }
     if not linears:
         raise CheckpointError(f"{path}: modules_to_not_convert leaves no quantised linear")
     if tied := [name for name in _tied(skeleton) if name.removesuffix(".weight") in linears]:
@@ -276,6 +301,15 @@ def _quantized(
             "the scale also, which is not supported"
         )
     return weights
+
+
+def _batched(
+    experts: Mapping[str, Place], weights: Mapping[str, QuantizedWeight]
+) -> dict[str, StoredWeight]:
+    """The weights with those of experts joined, in the model's order."""
+    parts = {name for place in experts.values() for name in place.linears}
+    plain: dict[str, StoredWeight] = {n: w for n, w in weights.items() if n not in parts}
+    return plain | {name: joined(name, place, weights) for name, place in experts.items()}
 
 
 def _weight(
@@ -434,4 +468,5 @@ def _structure(skeleton: transformers.PreTrainedModel) -> Structure:
         layers=tuple(f"{path}.{index}" for index in range(len(layers))),
         norm=f"{parent}.{norms[-1]}".lstrip(".") if norms else None,
         head=next((n for n, m in skeleton.named_modules() if m is head), None),
+        routers=routers(skeleton),
     )

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from reconcile.contract import Contract
 from reconcile.exceptions import KernelError
+from reconcile.grouped import GroupedWeight
 from reconcile.kernel import Engine, LinearSpec, Stage, Support
 from reconcile.mx import GROUP
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.mxfp8_npu import operators
+from reconcile_kernels.mxfp8_npu.experts import PreparedExperts, expert, prepare_experts
 from reconcile_kernels.mxfp8_npu.fallback import ASCEND_950, decide
 from reconcile_kernels.mxfp8_npu.layout import Buffers, as_float8, pack
 from reconcile_kernels.mxfp8_npu.load import BLOCK_FORMATS, MX_FORMAT, load, stages
@@ -84,13 +86,18 @@ class Mxfp8Linear:
             return Support(False, f"{self.name} reads {', '.join(self.formats)}, not {spec.format}")
         if spec.activation_dtype not in (torch.bfloat16, torch.float32):
             return Support(False, f"{self.name}: x must be bfloat16 or float32")
+        if spec.groups is not None and spec.k % (2 * GROUP):
+            text = f"experts need K in an even number of groups of 32, not K = {spec.k}"
+            return Support(False, f"{self.name}: {text}")
         found = decide("", (spec.n, spec.k), ASCEND_950)
         if found.kind == "dense":
             hint = "leave the module out of `modules` to have it dense here too"
             return Support(False, f"{self.name}: {found.reason}; {hint}")
         return Support(True, f"{spec.format}, N={spec.n}, K={spec.k}, scale_alg {self.scale_alg}")
 
-    def prepare(self, weight: QuantizedWeight, engine: Engine) -> PreparedMx:
+    def prepare(
+        self, weight: QuantizedWeight | GroupedWeight, engine: Engine
+    ) -> PreparedMx | PreparedExperts:
         """Resolve, quantise, repack; the packed tensors alone are kept.
 
         Raises:
@@ -100,6 +107,8 @@ class Mxfp8Linear:
         support = self.is_supported(engine)
         if not support:
             raise KernelError(f"{self.name}: {support.reason}")
+        if isinstance(weight, GroupedWeight):
+            return prepare_experts(weight, self.scale_alg, engine)
         buffers = Buffers()
         buffers.load(*pack(*load(weight, self.scale_alg)))
         assert buffers.codes is not None
@@ -114,9 +123,12 @@ class Mxfp8Linear:
         return stages(weight, self.scale_alg)
 
     def apply(
-        self, x: Tensor | tuple[Tensor, Tensor], prepared: PreparedMx, bias: Tensor | None = None
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        prepared: PreparedMx | PreparedExperts,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Y [..., N] in the dtype of x [..., K].
+        """Y [..., N] in the dtype of x [..., K]; of experts [E, M, N] for x [E, M, K].
 
         Args:
             x: bfloat16 or float32, quantised here per row; or codes float8_e4m3fn [M, K] with scale
@@ -132,6 +144,8 @@ class Mxfp8Linear:
             raise KernelError(
                 f"{self.name}: expected x [..., {prepared.k}], got {list(given.shape)}"
             )
+        if isinstance(prepared, PreparedExperts):
+            return self._experts(given, prepared, bias)
         ops = _operators(prepared.engine)
         leading = given.shape[:-1]
         if isinstance(x, tuple):
@@ -153,6 +167,15 @@ class Mxfp8Linear:
             group_sizes=operators.GROUP_SIZES,
         )
         return y.reshape(*leading, -1)
+
+    def _experts(self, x: Tensor, prepared: PreparedExperts, bias: Tensor | None) -> Tensor:
+        """Every expert on its own rows; an expert without rows gives none."""
+        made = []
+        for index, rows in enumerate(x):
+            codes, scales = expert(prepared, index)
+            one = PreparedMx(codes=codes, scales=scales, engine=prepared.engine)
+            made.append(self.apply(rows, one, None if bias is None else bias[index]))
+        return torch.stack(made)
 
 
 def npu_device() -> Support:
