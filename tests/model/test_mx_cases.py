@@ -33,3 +33,17 @@ def test_the_whole_case_passes(name):
     report = reconcile.run(name)
     report.raise_for_verdict()
     assert (report.coverage.expected, report.coverage.compared) == (42, 42)
+
+
+def test_a_mixture_of_experts_passes_with_its_routing():
+    report = reconcile.run("tiny-mxfp8-moe", only="model.layers.0.*", levels=["op", "module"])
+    report.raise_for_verdict()
+    assert (report.coverage.expected, report.coverage.compared) == (6, 6)
+    routing = [row for row in report.rows if "set_gap" in row.stats]
+    assert {row.tap for row in routing} == {f"model.layers.{i}.mlp.gate:out.2" for i in (0, 1)}
+    assert all(row.limits.bounds["set_gap"] > 0 for row in routing)
+    steps = [
+        row.check for row in report.rows if row.tap.startswith("model.layers.0.mlp.experts.w2")
+    ]
+    assert "resolve.0" in steps
+    assert "persist.3" in steps

@@ -1,7 +1,8 @@
 """Mixtures of experts: w13 [E, 2 I, H] and w2 [E, H, I], one expert at a time.
 
-Each expert is resolved and quantised alone, its codes written over the FP8 codes that they come
-from, so that beside the weights only one dense expert is in memory. Source: vllm-ascend,
+Each expert is resolved and quantised alone, a few rows at a time, and its codes are written over
+the FP8 codes that they come from, so that beside the weights less than one dense expert is in
+memory. Source: vllm-ascend,
 quantization/methods/fp8_block.py (PR 14852), `_process_moe_weights`.
 """
 
@@ -18,8 +19,7 @@ from reconcile.kernel import Engine
 from reconcile.mx import GROUP
 from reconcile.weight import QuantizedWeight, Shape
 from reconcile_kernels.mxfp8_npu.layout import paired
-from reconcile_kernels.mxfp8_npu.load import MX_FORMAT, RULES, resolve_block_scales, source_scales
-from reconcile_kernels.mxfp8_npu.quantise import quantise
+from reconcile_kernels.mxfp8_npu.load import MX_FORMAT, requantise_into, source_scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,8 @@ def requantise_in_place(
         raise ValueError(f"{experts} experts have scales of as many, got {list(scales.shape)}")
     found = torch.empty((experts, n, k // GROUP), dtype=torch.uint8)
     for expert in range(experts):
-        dense = resolve_block_scales(codes[expert], scales[expert], block, dtype)
-        quantised, found[expert] = quantise(dense, RULES[scale_alg])
-        codes[expert].copy_(quantised)
+        own = codes[expert]
+        found[expert] = requantise_into(own, own, scales[expert], block, scale_alg, dtype)
     return found
 
 

@@ -17,8 +17,8 @@ from reconcile.exceptions import KernelError
 
 def paired(scales: Tensor) -> Tensor:
     """Scale bytes [..., G] as the operators hold them, [..., ceil(G / 2), 2], odd G padded."""
-    even = pad(scales, (0, scales.shape[-1] % 2))
-    return even.reshape(*scales.shape[:-1], -1, 2)
+    groups = scales.shape[-1]
+    return pad(scales, (0, groups % 2)).reshape(*scales.shape[:-1], -(-groups // 2), 2)
 
 
 def unpaired(pairs: Tensor, k: int) -> Tensor:

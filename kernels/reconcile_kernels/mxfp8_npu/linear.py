@@ -166,7 +166,7 @@ class Mxfp8Linear:
             output_dtype=dtype,
             group_sizes=operators.GROUP_SIZES,
         )
-        return y.reshape(*leading, -1)
+        return y.reshape(*leading, y.shape[-1])
 
     def _experts(self, x: Tensor, prepared: PreparedExperts, bias: Tensor | None) -> Tensor:
         """Every expert on its own rows; an expert without rows gives none."""

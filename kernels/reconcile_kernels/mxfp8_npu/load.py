@@ -41,6 +41,37 @@ def resolve_block_scales(
     Raises:
         ValueError: no matrix, or a grid of another shape; both are named.
     """
+    out = torch.empty(_matrix(codes), dtype=dtype)
+    for rows, wide in _resolved_rows(codes, scales, block):
+        out[rows] = wide
+    return out
+
+
+def requantise_into(
+    out: Tensor, codes: Tensor, scales: Tensor, block: Shape, scale_alg: int, dtype: torch.dtype
+) -> Tensor:
+    """`resolve_block_scales` and the quantiser chunk by chunk, without the dense weight.
+
+    Args:
+        out: uint8 [N, K] for the new codes; may be ``codes`` itself.
+        codes: E4M3FN bytes, uint8 [N, K].
+        scales: of the blocks.
+        block: (bn, bk).
+        scale_alg: 0 or 1.
+        dtype: the model's, to which a weight is rounded before it is quantised.
+
+    Returns:
+        The new scale bytes, uint8 [N, ceil(K / 32)].
+    """
+    n, k = _matrix(codes)
+    found = torch.empty((n, -(-k // mx.GROUP)), dtype=torch.uint8)
+    for rows, wide in _resolved_rows(codes, scales, block):
+        out[rows], found[rows] = quantise(wide.to(dtype), RULES[scale_alg])
+    return found
+
+
+def _resolved_rows(codes: Tensor, scales: Tensor, block: Shape) -> Iterator[tuple[slice, Tensor]]:
+    """Ranges of rows with their products code * scale, float32 [rows, K]."""
     (n, k), (bn, bk) = _matrix(codes), block
     expected = (-(-n // bn), -(-k // bk))
     if tuple(scales.shape) != expected:
@@ -49,11 +80,10 @@ def resolve_block_scales(
             f"{list(scales.shape)}"
         )
     numbers = scales.to(torch.float32)
-    out = torch.empty((n, k), dtype=dtype)
     for first, last in _chunks(n, bn):
         row = numbers[first // bn].repeat_interleave(bk)[:k]
-        out[first:last] = codes[first:last].view(torch.float8_e4m3fn).to(torch.float32).mul_(row)
-    return out
+        wide = codes[first:last].view(torch.float8_e4m3fn).to(torch.float32)
+        yield slice(first, last), wide.mul_(row)
 
 
 def _matrix(codes: Tensor) -> Shape:
@@ -91,8 +121,9 @@ def load(weight: QuantizedWeight, scale_alg: int) -> tuple[Tensor, Tensor]:
             f"{weight.name or 'weight'}: {weight.format.name} has no blocks; expected one of "
             f"{', '.join((*BLOCK_FORMATS, MX_FORMAT))}"
         )
-    dense = resolve_block_scales(weight.codes, source_scales(weight), weight.format.block)
-    return quantise(dense, RULES[scale_alg])
+    codes = torch.empty_like(weight.codes)
+    block, scales = weight.format.block, source_scales(weight)
+    return codes, requantise_into(codes, weight.codes, scales, block, scale_alg, torch.bfloat16)
 
 
 def stages(weight: QuantizedWeight, scale_alg: int) -> Iterator[Stage]:

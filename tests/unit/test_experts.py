@@ -1,0 +1,168 @@
+"""Mixtures of experts: the same arithmetic as transformers', checkpoints, routing as sets."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from reconcile import registry
+from reconcile.exceptions import CheckpointError, FormatError, KernelError
+from reconcile.grouped import GroupedWeight
+from reconcile.linears import DenseWeight
+from reconcile.routing import routing_stats
+from reconcile_kernels.mxfp8_npu.experts import prepare_experts
+from reconcile_kernels.mxfp8_npu.linear import NPU_EMULATED
+from reconcile_references import derived
+from reconcile_references.checkpoint import read_tensors
+from reconcile_references.experts import split_experts
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+
+
+class Each(torch.nn.Module):
+    """A batched linear of dense weights [E, N, K], expert by expert as transformers multiplies."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        linear = torch.nn.functional.linear
+        return torch.stack([linear(x[:, e], w) for e, w in enumerate(self.weight)], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_split_experts_compute_what_transformers_does(dtype):
+    config = AutoConfig.for_model("qwen3_moe", **SIZES)
+    config._experts_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        tokens = torch.randint(0, 32, (1, 40))
+    held = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        expected = model(input_ids=tokens).logits
+        split_experts(model)
+        experts = model.model.layers[0].mlp.experts
+        experts.w13, experts.w2 = Each(held.gate_up_proj), Each(held.down_proj)
+        assert torch.allclose(model(input_ids=tokens).logits, expected, rtol=1e-2, atol=1e-6)
+
+
+def test_experts_of_a_checkpoint_are_batched_linears():
+    checkpoint = registry.model_source().load(derived.moe_fp8_block())
+    batched = {n: w for n, w in checkpoint.weights.items() if isinstance(w, GroupedWeight)}
+    assert sorted(batched) == [
+        f"model.layers.{layer}.mlp.experts.{part}" for layer in (0, 1) for part in ("w13", "w2")
+    ]
+    stored = read_tensors(checkpoint.path)
+    for name, weight in batched.items():
+        parts = ("gate_proj", "up_proj") if name.endswith("w13") else ("down_proj",)
+        assert len(weight.groups) == derived.EXPERTS
+        for expert, group in enumerate(weight.groups):
+            base = f"{name.rpartition('.')[0]}.{expert}"
+            values = []
+            for part in parts:
+                codes = stored[f"{base}.{part}.weight"].to(torch.float64).numpy()
+                scales = stored[f"{base}.{part}.weight_scale_inv"].double().numpy()
+                n, k = codes.shape
+                place = np.arange(n)[:, None] // 128, np.arange(k)[None] // 128
+                values.append(codes * scales[place])
+            assert np.array_equal(group.dequantize().numpy(), np.concatenate(values)), name
+    assert checkpoint.structure.routers == ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
+    originals = checkpoint.originals(derived.moe_master())
+    for name, weight in batched.items():
+        noise = (weight.dequantize() - originals[name].double()).square().sum()
+        assert -10 * math.log10(noise / originals[name].double().square().sum()) > 30
+
+
+def rewritten(tmp_path, change):
+    """The derived mixture with its config changed."""
+    folder = tmp_path / "moe"
+    shutil.copytree(derived.moe_fp8_block(), folder)
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+REFUSED = {
+    "an expert too many": (
+        lambda c: c.update(num_experts=5),
+        CheckpointError,
+        r"missing tensors \(12\).*experts.4.down_proj.weight",
+    ),
+    "an expert too few": (
+        lambda c: c.update(num_experts=3),
+        CheckpointError,
+        r"unused tensors \(12\)",
+    ),
+    "another block": (
+        lambda c: c["quantization_config"].update(weight_block_size=[64, 64]),
+        FormatError,
+        r"block \[64, 64\]",
+    ),
+    "dense experts": (
+        lambda c: c["quantization_config"]["modules_to_not_convert"].append("model.layers.0.mlp"),
+        CheckpointError,
+        "experts that stay dense are not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mixture_that_does_not_fit_is_named(tmp_path, case):
+    change, error, said = REFUSED[case]
+    with pytest.raises(error, match=said):
+        registry.model_source().load(rewritten(tmp_path, change))
+
+
+# --- routing -------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.0, 0.5, 0.25, 4.0]])
+CHOSEN = torch.tensor([[0, 2], [3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("candidate", "equal", "gap"),
+    [
+        ([[0, 2], [3, 1]], 1.0, 0.0),
+        ([[2, 0], [1, 3]], 1.0, 0.0),  # another order is the same set
+        ([[0, 1], [3, 1]], 0.5, 1.0),  # 2 left, 1 came: 2.0 - 1.0
+        ([[0, 2], [3, 2]], 0.5, 0.25),
+        ([[3, 1], [3, 2]], 0.0, 3.0),
+    ],
+)
+def test_routing_as_sets(candidate, equal, gap):
+    stats = routing_stats(torch.tensor(candidate), CHOSEN, LOGITS)
+    assert (stats["sets_equal"], stats["set_gap"]) == (equal, gap)
+    assert stats["least_margin"] == 0.25
+    assert stats["experts_unused"] == 0
+
+
+def test_routing_by_nan_is_no_agreement():
+    spoilt = LOGITS.clone()
+    spoilt[0, 0] = torch.nan
+    assert math.isnan(routing_stats(CHOSEN, CHOSEN, spoilt)["set_gap"])
+    with pytest.raises(ValueError, match="shapes differ"):
+        routing_stats(CHOSEN[:1], CHOSEN, LOGITS)
+
+
+def test_dense_groups_are_no_experts():
+    dense = GroupedWeight(groups=(DenseWeight(tensor=torch.ones(4, 64)),))
+    with pytest.raises(KernelError, match="experts in a number format"):
+        prepare_experts(dense, 0, NPU_EMULATED)
