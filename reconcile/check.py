@@ -35,6 +35,7 @@ from reconcile.probes import (
     impulses,
     integers,
     layouts,
+    nan_scales,
     random_rows,
     specials,
 )
@@ -340,7 +341,7 @@ def _probes(
 
     made: dict[str, Callable[[torch.Generator], Iterator[Probe]]] = {
         "impulse": lambda g: impulses(weight, contract, dtype, g),
-        "code_table": lambda g: code_tables(weight, dtype, g),
+        "code_table": lambda g: chain(code_tables(weight, dtype, g), nan_scales(weight, dtype, g)),
         "integer": lambda g: integers(weight, contract, dtype, g),
         "edge": lambda g: edges(weight, contract, dtype, g),
         "special": lambda g: specials(weight, contract, dtype, g),

@@ -127,6 +127,24 @@ def code_tables(
         yield replace(probe, name="code_table", sees=sees, synthetic=True)
 
 
+def nan_scales(
+    weight: AnyWeight, dtype: torch.dtype, generator: torch.Generator
+) -> Iterator[Probe]:
+    """A weight with one block under the E8M0 byte 255, which is NaN and no infinity."""
+    if isinstance(weight, DenseWeight) or weight.format.scale_encoding != "e8m0":
+        return
+    form = weight.format
+    shape = _table_shape(form)
+    finite = torch.tensor(_finite_codes(form))
+    grid = finite[torch.randint(len(finite), shape, generator=generator)]
+    scales = _odd_scales(form, shape, generator)
+    scales[0, -1] = 255
+    made = _with_bias(synthetic(form, grid, scales), weight, torch.zeros_like)
+    probe = _impulse(made, dtype, torch.arange(shape[1]))
+    sees = "the scale byte 255, which stands for NaN and spoils its rows"
+    yield replace(probe, name="code_table", sees=sees, synthetic=True)
+
+
 def _table_shape(form: Format) -> tuple[int, int]:
     """A shape that holds every code several times, in more than one block, without edges."""
     rows, columns = form.block or (1, 1)
