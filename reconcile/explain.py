@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reconcile.exceptions import TapError, nearest
-from reconcile.report import Report, Row, Verdict, describe
+from reconcile.report import Diagnosis, Report, Row, Verdict, describe
 
 
 def explain(report: Report, tap: str) -> str:
@@ -41,6 +41,7 @@ def explain_row(row: Row) -> str:
 
 def _full(row: Row) -> list[str]:
     lines = [describe(row), f"  pass {row.pass_}, {_where(row)}"]
+    lines += [_explanation(found) for found in row.diagnosis]
     if row.limits is not None:
         bounds = ", ".join(f"{k} <= {v:.4g}" for k, v in row.limits.bounds.items())
         lines.append(f"  limit ({row.limits.kind}): {bounds}")
@@ -58,6 +59,16 @@ def _full(row: Row) -> list[str]:
         lines.append(f"  {', '.join(numbers)}")
     lines += _worst(row.stats)
     return lines
+
+
+_ROLES = {"cause": "cause", "also": "and also", "runner_up": "instead of it, less well"}
+"""What a diagnosis is among those of its row, in words."""
+
+
+def _explanation(found: Diagnosis) -> str:
+    """One diagnosis: its part, its name, what it explains, and the parameters in words."""
+    share = f" explains {found.explains:.1%} of the error" if found.explains else ""
+    return f"  {_ROLES[found.role]}: {found.name}{share}: {found.text}"
 
 
 def _null_candidate(row: Row) -> str | None:

@@ -13,6 +13,7 @@ from reconcile import accepted, registry
 from reconcile.capture_candidate import capture_candidate
 from reconcile.capture_reference import capture_reference
 from reconcile.case import LEVELS, Case, GateConfig, load_case
+from reconcile.diagnosis.run import diagnosed
 from reconcile.exceptions import ConfigError, TraceError, nearest
 from reconcile.funnel import coverage, funnel
 from reconcile.gate import allowance, required_not_run
@@ -166,7 +167,8 @@ def _judge_candidate(
         steps = [plan.case.levels.run[: i + 1] for i in range(len(plan.case.levels.run))]
     for levels in steps:
         trace = capture_candidate(plan, reference, command, progress, levels)
-        finding = _finding(reference, trace, levels)
+        rows, covered, sources = _finding(reference, trace, levels)
+        finding = diagnosed(plan, reference, trace, rows), covered, sources
         if any(row.verdict is Verdict.FAIL for row in finding[0]):
             break
     return finding

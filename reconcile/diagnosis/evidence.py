@@ -121,7 +121,7 @@ class LinearEvidence:
     def excess(self, model: LinearModel) -> tuple[Tensor | None, Tensor]:
         """Excess on the impulses [C, N], None where there are none, and on the rows [M, N]."""
         impulses = None
-        if len(self.columns):
+        if len(self.columns) and not model.rows_only:
             exact, bound = model.impulse(self.given)
             impulses = self.impulses.excess(exact, self.slack * bound, model)
         exact, bound = model.exact(self.x)

@@ -59,6 +59,8 @@ class LinearModel:
     """Rounding of the sum before the bias is added, float64 to float64."""
     after: Map | None = None
     """Applied to the exact [M, N] before the store: a misplaced row, a dropped tail."""
+    rows_only: bool = False
+    """Whether it says nothing of other calls, such as those that read the impulses."""
     store: Map | None = None
     """The output's rounding, float64 to float64, where it is not the contract's."""
 

@@ -111,7 +111,7 @@ def stale(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
         if not bool(same.any()):
             continue
         kept = y.double()
-        model = with_rows(base, _replaced(same, kept))
+        model = replace(with_rows(base, _replaced(same, kept)), rows_only=True)
         text = f"{int(same.sum())} of {len(y)} rows are bit by bit those of an earlier call"
         yield Fit("stale_output", model, text, parameters(rows=same.nonzero().flatten()), 1)
 

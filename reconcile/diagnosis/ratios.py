@@ -60,7 +60,7 @@ def common_ratio(read: Tensor, weight: Tensor, slack: float) -> float:
     inside = (quotients - middle).abs() <= slack * abs(middle) + 1e-300
     r, w = read[usable][inside], weight[usable][inside]
     fitted = float((r * w).sum() / (w * w).sum()) if len(r) else middle
-    return snapped(fitted, max(slack / math.sqrt(max(1, len(r))), 2.0**-14))
+    return snapped(fitted, max(slack / math.sqrt(max(1, len(r))), 2.0**-12))
 
 
 @named("constant_ratio", cost=4)

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from reconcile.report import Level, Reason, Report, Row, Verdict
+from reconcile.report import Diagnosis, Level, Reason, Report, Row, Verdict
 from reconcile_reports.wording import layer, number, number_beside, one_line, percent, plural, real
 
 _SEVERITY = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
@@ -207,13 +207,20 @@ def visible_or(text: str, otherwise: str) -> str:
     return one_line(text) or otherwise
 
 
+def fitted(row: Row) -> list[Diagnosis]:
+    """The fitted explanations: causes, what comes on top of them, then what fits less well."""
+    order = ("cause", "also", "runner_up")
+    return sorted(
+        row.diagnosis, key=lambda item: (order.index(item.role), -(real(item.explains) or 0.0))
+    )
+
+
 def causes(row: Row) -> list[str]:
     """The fitted explanations, best first, one sentence each."""
-    fitted = sorted(row.diagnosis, key=lambda item: -(real(item.explains) or 0.0))
     return [
         f"{visible_or(item.text, one_line(item.name))} ({one_line(item.name)} explains "
-        f"{percent(item.explains)} of the error)"
-        for item in fitted
+        f"{percent(item.explains)} of {'the rest' if item.role == 'also' else 'the error'})"
+        for item in fitted(row)
     ]
 
 

@@ -91,9 +91,11 @@ def _divergence(report: Report) -> list[str]:
 
 
 def _cause(row: Row) -> list[str]:
-    titles = ("cause", "runner-up")
-    fitted = zip(titles, summary.causes(row), strict=False)
-    return [f"{title}: {text}" for title, text in fitted]
+    found = summary.fitted(row)
+    titles = ["and also" if item.role == "also" else "runner-up" for item in found]
+    titles[:1] = ["cause"]
+    shown = zip(titles, summary.causes(row), strict=True)
+    return [f"{title}: {text}" for title, text in list(shown)[:3]]
 
 
 def _limits(row: Row) -> str:

@@ -1,0 +1,131 @@
+"""The failing rows of a run with their diagnoses: ops by fitting, then modules by variation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from reconcile.diagnosis.linear import NUMERIC, Failure, diagnose_failure, note
+from reconcile.diagnosis.modules import diagnose_modules
+from reconcile.grouped import GroupedWeight
+from reconcile.plan import Plan
+from reconcile.replay import Prepared
+from reconcile.report import Diagnosis, Level, Row, Verdict
+from reconcile.trace import Pass, Tap, Trace
+
+MOST_OPS = 3
+"""Distinct failing ops of one run that are fitted, the first ones in execution order."""
+SECONDS = 12.0
+"""Time after which no further op is fitted."""
+
+
+def diagnosed(
+    plan: Plan, reference: Trace, candidate: Trace, rows: tuple[Row, ...]
+) -> tuple[Row, ...]:
+    """The rows of a candidate, failing ones with what explains them; verdicts stay as they are.
+
+    Costs nothing where nothing fails, and never raises: a fault in here is a note on the row.
+    """
+    if not any(row.verdict is Verdict.FAIL for row in rows):
+        return rows
+    try:
+        with torch.no_grad():
+            done = _ops(plan, reference, candidate, rows)
+            return diagnose_modules(plan, reference, candidate, done)
+    except Exception as error:  # noqa: BLE001 - the verdict must stand whatever happens here
+        first = next(i for i, row in enumerate(rows) if row.verdict is Verdict.FAIL)
+        noted = replace(rows[first], diagnosis=(note(error),))
+        return (*rows[:first], noted, *rows[first + 1 :])
+
+
+def _ops(plan: Plan, reference: Trace, candidate: Trace, rows: Sequence[Row]) -> tuple[Row, ...]:
+    known: dict[str, tuple[Diagnosis, ...]] = {}
+    started = time.perf_counter()
+    done = []
+    for row in rows:
+        module = Tap.parse(row.tap).module
+        if (
+            row.level is not Level.OP
+            or row.verdict is not Verdict.FAIL
+            or row.reason not in NUMERIC
+            or module not in plan.checkpoint.weights
+        ):
+            done.append(row)
+            continue
+        in_time = not known or time.perf_counter() - started < SECONDS
+        if module not in known and len(known) < MOST_OPS and in_time:
+            known[module] = _op(plan, reference, candidate, row, module)
+        done.append(replace(row, diagnosis=known.get(module, ())))
+    return tuple(done)
+
+
+def _op(
+    plan: Plan, reference: Trace, candidate: Trace, row: Row, module: str
+) -> tuple[Diagnosis, ...]:
+    """The diagnosis of the op of one failing row."""
+    isolated = row.check != "chained"
+    kind = "isolated" if isolated else "chained"
+    ours, theirs = candidate.select(kind), reference.select(kind)
+    c, r = ours[row.pass_], theirs[row.pass_]
+    name = str(Tap(module, "in0"))
+    x = (r if isolated else c).tensors[name]
+    y = c.tensors[str(Tap(module, "out"))]
+    if isolated and (other := _another_op(module, c, r)) is not None:
+        return (other,)
+    weight = plan.checkpoint.weights[module]
+    if isinstance(weight, GroupedWeight) or plan.engine is None:
+        return ()
+    others = _outputs(ours, module, row.pass_)
+    flat, out = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+    if row.shape and row.shape[0] == 1 and len(flat) > 1:
+        alone = c.tensors[str(Tap(module, "out.row"))]
+        others.append(out)  # a kernel may answer one row from what it gave for all
+        flat, out = flat[len(flat) // 2 :][:1], alone.reshape(1, -1)
+    engine, kernel = plan.engine, plan.kernel
+    failure = Failure(
+        weight=weight,
+        contract=plan.arithmetic,
+        x=flat.to(plan.dtype),
+        y=out,
+        prepare=lambda given: Prepared.attempt(kernel, engine, given, plan.dtype),
+        others=tuple(others),
+    )
+    return diagnose_failure(failure)
+
+
+def _outputs(passes: Mapping[str, Pass], module: str, key: str) -> list[Tensor]:
+    """What the op gave in other passes."""
+    tap = str(Tap(module, "out"))
+    return [p.tensors[tap] for name, p in passes.items() if name != key and tap in p.tensors]
+
+
+ALIKE = 1e-3
+"""Share of the error energy that may remain where an output is that of another op."""
+
+
+def _another_op(module: str, c: Pass, r: Pass) -> Diagnosis | None:
+    """Whether the output is what a sibling with the same input should give."""
+    tap = str(Tap(module, "out"))
+    y, right = c.tensors[tap].double(), r.tensors[tap].double()
+    wrong = float((y - right).square().sum())
+    parent = module.rpartition(".")[0]
+    for name, other in r.tensors.items():
+        sibling = Tap.parse(name)
+        if sibling.port != "out" or sibling.module == module or other.shape != y.shape:
+            continue
+        if sibling.module.rpartition(".")[0] != parent:
+            continue
+        left = float((y - other.double()).square().sum())
+        if left <= ALIKE * wrong:
+            found = sibling.module.rpartition(".")[2]
+            return Diagnosis(
+                name="qkv_order",
+                explains=1 - left / wrong,
+                parameters={"module": module, "instead": sibling.module},
+                text=f"gives the output of {found}: parts of a fused weight or output are swapped",
+            )
+    return None
