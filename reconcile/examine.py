@@ -21,6 +21,7 @@ from reconcile.evidence import (
     Ranked,
     Ranking,
 )
+from reconcile.limits import shares
 from reconcile.rounding import bit_view, code_order, round_to
 
 DIGITS = 4
@@ -35,7 +36,9 @@ class Pair:
     reference: Tensor
     """Of the same shape, wider than the candidate."""
     bound: Tensor | None = None
-    """The largest accepted |c - r| of each element, where it was derived."""
+    """E of each element, where it was derived."""
+    rounding: str = "rne"
+    """How the output is rounded; it decides what share of E an element needs."""
     places: Tensor | None = None
     """What the rows are, where they are not rows of activations: the k of each impulse."""
 
@@ -64,10 +67,15 @@ def examine(pair: Pair, block: Block = None) -> Evidence:
     r = pair.reference.detach().cpu().reshape(-1, columns)
     rounded = round_to(r, c.dtype)
     size = _size(c, r, rounded)
-    bound = None if pair.bound is None else pair.bound.detach().cpu().reshape(-1, columns)
+    share = None
+    if pair.bound is not None:
+        bound = pair.bound.detach().cpu().reshape(-1, columns).double()
+        share = shares(c, r.double(), bound, pair.rounding).nan_to_num(
+            nan=math.inf, posinf=math.inf
+        )
     return Evidence(
         worst=_worst(c, r, rounded, size, pair),
-        heat=_heat(size, bound, pair.places, block),
+        heat=_heat(size, share, pair.places, block),
         histogram=_histogram(size, (rounded.double() - r.double()).abs()),
         row_profile=_profile(size, 1, "m" if pair.places is None else "k"),
         column_profile=_profile(size, 0, "n"),
@@ -111,8 +119,8 @@ def _ulps(c: Tensor, rounded: Tensor) -> int | None:
     return abs(int(code_order(c)) - int(code_order(rounded)))
 
 
-def _heat(size: Tensor, bound: Tensor | None, places: Tensor | None, block: Block) -> HeatMap:
-    value = size if bound is None else _share(size, bound)
+def _heat(size: Tensor, share: Tensor | None, places: Tensor | None, block: Block) -> HeatMap:
+    value = size if share is None else share
     rows, columns = value.shape
     bin_rows, bin_columns = -(-rows // MOST_BINS), -(-columns // MOST_BINS)
     impulses = places is not None and _in_a_row(places)
@@ -125,15 +133,9 @@ def _heat(size: Tensor, bound: Tensor | None, places: Tensor | None, block: Bloc
         bin_columns=bin_columns,
         tile_rows=_tile(block[1], rows) if block and impulses else None,
         tile_columns=_tile(block[0], columns) if block else None,
-        unit="|c - r|" if bound is None else "share of the bound",
+        unit="|c - r|" if share is None else "share of the bound",
         values=tuple(map(_short, _largest(value, bin_rows, bin_columns).tolist())),
     )
-
-
-def _share(size: Tensor, bound: Tensor) -> Tensor:
-    """Error over its bound: 0/0 is 0, x/0 is inf."""
-    share = size / bound.double()
-    return torch.where(size == 0, 0.0, torch.where(share.isnan(), math.inf, share))
 
 
 def _in_a_row(places: Tensor) -> bool:

@@ -79,7 +79,7 @@ def judge_bound(
         return early
     wide, size = reference.to(torch.float64), magnitude.to(torch.float64)
     bound = error_bound(contract, wide, size, k, reference_dtype)
-    pair = Pair(candidate, wide, bound)
+    pair = Pair(candidate, wide, bound, contract.output_rounding)
     used = utilisation(candidate, wide, bound, contract.output_rounding)
     body = stats.as_dict() | {
         "utilisation": used.value,

@@ -108,7 +108,21 @@ class Utilisation:
 
 
 def utilisation(candidate: Tensor, y: Tensor, bound: Tensor, rounding: str = "rne") -> Utilisation:
-    """Least multiple of ``bound`` that the error of each element needs.
+    """The largest of `shares`, where it is, and how many elements are beyond the bound."""
+    share = shares(candidate, y, bound, rounding)
+    nan = share.isnan()
+    place = int(nan.flatten().int().argmax()) if bool(nan.any()) else int(share.argmax())
+    half_smallest = float(neighbours(torch.zeros((), dtype=candidate.dtype))[1]) / 2
+    return Utilisation(
+        value=float(share.flatten()[place]),
+        index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), share.shape)),
+        over=int((~(share <= 1)).sum()),
+        zeros_over=int((~(y.abs() - bound <= half_smallest)).sum()),
+    )
+
+
+def shares(candidate: Tensor, y: Tensor, bound: Tensor, rounding: str = "rne") -> Tensor:
+    """Least multiple of ``bound`` that the error of each element needs, NaN where only one is NaN.
 
     c is within t E of y, up to the output's own rounding, if and only if
     fl(y - tE) <= c <= fl(y + tE), that is, if [y - tE, y + tE] meets the interval of the numbers
@@ -125,16 +139,7 @@ def utilisation(candidate: Tensor, y: Tensor, bound: Tensor, rounding: str = "rn
     share = torch.where(bound > 0, needed / bound, torch.inf)
     same = candidate == round_to(y, candidate.dtype) if rounding == "rne" else needed == 0
     share = torch.where(same | (candidate.isnan() & y.isnan()), 0.0, share)
-    share = torch.where(candidate.isnan() != y.isnan(), torch.nan, share)
-    nan = share.isnan()
-    place = int(nan.flatten().int().argmax()) if bool(nan.any()) else int(share.argmax())
-    half_smallest = float(neighbours(torch.zeros((), dtype=candidate.dtype))[1]) / 2
-    return Utilisation(
-        value=float(share.flatten()[place]),
-        index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), share.shape)),
-        over=int((~(share <= 1)).sum()),
-        zeros_over=int((~(y.abs() - bound <= half_smallest)).sum()),
-    )
+    return torch.where(candidate.isnan() != y.isnan(), torch.nan, share)
 
 
 def rounding_interval(candidate: Tensor, rounding: str) -> tuple[Tensor, Tensor]:

@@ -49,18 +49,16 @@ class Map:
 
 
 def maps(report: Report) -> list[Map]:
-    """The layers; what stands outside them; the whole model."""
+    """The layers; what stands outside them; the whole model.
+
+    A report about one tap, such as that of a single linear, has a column for each check instead.
+    """
     inside: list[Indexed] = []
     outside: list[Indexed] = []
+    single = len({row.tap for row in report.rows}) == 1
     for item in summary.indexed(report):
-        place = _layer(item.row.tap)
-        known = place is not None and item.row.level in (
-            Level.WEIGHT,
-            Level.STAGE,
-            Level.OP,
-            Level.MODULE,
-        )
-        (inside if known else outside).append(item)
+        placed = _layer(item.row.tap) is not None and item.row.level is not Level.MODEL
+        (inside if placed and not single else outside).append(item)
     found = []
     if inside:
         found.append(_layers(report, inside))
@@ -115,7 +113,8 @@ def _others(report: Report, items: list[Indexed]) -> Map:
         _keep_worst(cells.setdefault(one_line(line), {}), column, item)
     ordered = list(columns)
     lines = [(line, _cells(report, found, ordered, line)) for line, found in cells.items()]
-    return Map("Outside the layers, by check", tuple(ordered), tuple(lines[:MOST_LINES]))
+    title = "Outside the layers, by check" if len(lines) > 1 else "By check"
+    return Map(title, tuple(ordered), tuple(lines[:MOST_LINES]))
 
 
 def _keep_worst(cells: dict[Column, Indexed], column: Column, item: Indexed) -> None:

@@ -1,7 +1,7 @@
 "use strict";
 // Sorting, filtering and linking of the rows; the page reads without it.
 (() => {
-  const PAGE = 200; // rows in the document at a time: a table of 10,000 lays out slowly
+  const PAGE = 100; // rows in the document at a time: a table of 10,000 lays out slowly
   const find = (id) => document.getElementById(id);
   const table = find("rows-table");
 

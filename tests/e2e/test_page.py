@@ -266,9 +266,10 @@ def test_ten_thousand_rows_stay_usable(made, open_page):
         document.getElementById('rows-table').getBoundingClientRect();
         return performance.now() - begin;
     }"""
-    texts = iter(("layers.7.", "experts.3", "layers.1", "no such", ""))
-    spent = [page.evaluate(filtering, text) for text in texts]
-    assert sorted(spent)[len(spent) // 2] < 100, spent
+    texts = ("layers.7.", "experts.3", "layers.1", "no such", "")
+    spent = [[page.evaluate(filtering, text) for text in texts] for _ in range(3)]
+    best = {text: min(times) for text, times in zip(texts, zip(*spent, strict=True), strict=True)}
+    assert max(best.values()) < 100, best
     page.evaluate(filtering, "layers.77.")
     assert page.locator("#row-count").inner_text() == "125 of 10000 rows"
 

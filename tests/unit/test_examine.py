@@ -52,13 +52,42 @@ def test_heat_map_of_a_bound_is_its_share_and_names_the_tiles():
     plain = examine(pair_of((4, 256))).heat
     assert heat.unit == "share of the bound"
     assert plain.unit == "|c - r|"
-    assert heat.values[1][3] == pytest.approx(plain.values[1][3] / 0.5, rel=1e-3)
+    assert len(heat.values[0]) == len(plain.values[0])
     assert (heat.tile_rows, heat.tile_columns) == (None, 128)
     impulses = dataclasses.replace(pair_of((64, 256)), places=torch.arange(64))
     heat = examine(impulses, (128, 32)).heat
     assert (heat.row_axis, heat.tile_rows, heat.tile_columns) == ("k", 32, 128)
     shuffled = dataclasses.replace(impulses, places=torch.arange(64).flip(0))
     assert examine(shuffled, (128, 32)).heat.tile_rows is None
+
+
+def least_share(c, y, bound):
+    """The least t with fl(y - tE) <= c <= fl(y + tE), by bisection over the definition."""
+
+    def accepts(t):
+        low, high = (
+            float(np.float64(y + s * t * bound).astype(ml_dtypes.bfloat16)) for s in (-1, 1)
+        )
+        return low <= c <= high
+
+    below, above = 0.0, 1e4
+    if accepts(0.0):
+        return 0.0
+    for _ in range(60):
+        middle = (below + above) / 2
+        below, above = (below, middle) if accepts(middle) else (middle, above)
+    return above
+
+
+def test_a_share_of_the_bound_is_the_least_that_accepts_the_element():
+    pair = pair_of((3, 4), bound=torch.full((3, 4), 2.0**-9, dtype=torch.float64))
+    found = examine(pair).heat.values
+    expected = [
+        [least_share(float(c), float(y), 2.0**-9) for c, y in zip(*rows, strict=True)]
+        for rows in zip(pair.candidate.tolist(), pair.reference.tolist(), strict=True)
+    ]
+    assert np.array(found) == pytest.approx(np.array(expected), rel=1e-3)
+    assert np.array(expected).max() > 0
 
 
 def test_a_zero_bound_is_exceeded_by_any_error_and_met_by_none():
