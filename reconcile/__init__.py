@@ -6,6 +6,8 @@ from reconcile.check_batched import check_batched_linear
 from reconcile.compare import compare
 from reconcile.contract import Contract
 from reconcile.exceptions import ReconcileError
+from reconcile.fallback import fell_back
+from reconcile.grouped import GroupedWeight
 from reconcile.kernel import Engine, Kernel, LinearSpec, Support
 from reconcile.metrics import ErrorStats, error_stats
 from reconcile.report import Limits, Reason, Report, Row, Verdict
@@ -23,6 +25,7 @@ __all__ = [
     "Engine",
     "ErrorStats",
     "Format",
+    "GroupedWeight",
     "Kernel",
     "Limits",
     "LinearSpec",
@@ -43,6 +46,7 @@ __all__ = [
     "check_linear",
     "compare",
     "error_stats",
+    "fell_back",
     "load_case",
     "run",
     "session",

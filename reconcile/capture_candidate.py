@@ -16,7 +16,9 @@ In a phase in which the candidate does not use its kernel, plain torch computes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +46,7 @@ from reconcile.rounding import bitwise_equal
 from reconcile.stages import all_stage_facts
 from reconcile.steps import Step
 from reconcile.taps import forced_inputs
+from reconcile.task import answers
 from reconcile.trace import Pass, Tap, Trace
 
 REPEATS = 3
@@ -96,12 +99,41 @@ def capture_candidate(
                 if wanted & {"op", "module", "model"}:
                     progress("model")
                     trace.passes.append(_chain(plan, model, ops, ready, free_stream, step))
-    calls = sum(m.calls for m in _kernels(model).values())
-    trace.facts["calls_in_model"] = calls
+        if plan.task is not None and "model" in wanted and "task" in reference.facts:
+            progress("task")
+            trace.facts["task"] = _task(plan, model)
+    trace.facts["calls_in_model"] = sum(m.calls for m in _kernels(model).values())
     trace.facts["stages"] = stages_of(plan, ready)
     # again, now that the kernel has loaded its libraries
-    trace.provenance = provenance(plan, plan.config.name, command)
+    source = provenance(plan, plan.config.name, command)
+    trace.provenance = replace(source, notes=(*source.notes, *_ran(plan, trace)))
     return trace
+
+
+def _task(plan: Plan, model: nn.Module) -> dict[str, Any]:
+    """What the candidate answers, and how often its kernel ran meanwhile."""
+    assert plan.task is not None
+    before = sum(m.calls for m in _kernels(model).values())
+    try:
+        given = answers(model, plan.task, lambda phase: _use(model, plan.runs_in(phase)))
+    except KernelFailureError as failure:
+        return {"failure": _failure(failure)}
+    fallbacks = sorted({m.fallback for m in _kernels(model).values() if m.fallback})
+    calls = sum(m.calls for m in _kernels(model).values()) - before
+    return {"given": given, "calls": calls, "fell_back": fallbacks}
+
+
+def _ran(plan: Plan, trace: Trace) -> tuple[str, ...]:
+    """How often the kernel itself ran in the model, by phase, where phases are told apart."""
+    if not plan.case.model.decode:
+        return ()
+    counts: Counter[str] = Counter()
+    for item in trace.passes:
+        counts[str(item.meta.get("phase"))] += sum(item.meta.get("calls", {}).values())
+    text = ", ".join(f"{phase} {counts[phase]}" for phase in ("prefill", "decode"))
+    left = [phase for phase in ("prefill", "decode") if not plan.runs_in(phase)]
+    rest = f"; plain torch computes its modules in {left[0]}, as declared" if left else ""
+    return (f"calls of {plan.kernel.name} in the model: {text}{rest}",)
 
 
 def _kernels(model: nn.Module) -> dict[str, KernelLinear]:

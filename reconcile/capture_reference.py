@@ -34,6 +34,7 @@ from reconcile.rounding import round_to
 from reconcile.steps import Step
 from reconcile.suspect import weight_facts
 from reconcile.taps import forced_inputs
+from reconcile.task import answers
 from reconcile.trace import Pass, Tap, Trace
 
 Table = dict[str, dict[str, float]]
@@ -62,8 +63,10 @@ def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
             streams = _Streams.over(plan, model, baseline)
             for step in plan.steps(ids):
                 trace.passes += _both_kinds(plan, model, ops, baseline, streams, step)
+        task = _task(plan, model)
     trace.facts = {
         "plan": record_to_facts(plan.record()),
+        **task,
         "order": _op_order(plan, trace.passes[0]),
         "weights": _weight_facts(plan),
     }
@@ -105,6 +108,16 @@ def _both_kinds(
     chained.meta = said | meta["chained"] | {"gains": gains, "closure": closure}
     isolated.meta = said | meta["isolated"]
     return [chained, isolated]
+
+
+def _task(plan: Plan, model: nn.Module) -> dict[str, Any]:
+    """What the reference answers to the case's task, and what is right; empty without a task."""
+    if plan.task is None or "model" not in plan.case.levels.run:
+        return {}
+    with plan.checkpoint.precise(plan.reference_dtype):
+        given = answers(model, plan.task)
+    right = [list(item.answer) for item in plan.task.items]
+    return {"task": {"name": plan.task.name, "right": right, "given": given}}
 
 
 def _weight_facts(plan: Plan) -> dict[str, dict[str, Any]]:

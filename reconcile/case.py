@@ -53,6 +53,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """``[task]``: questions with known answers, for the accuracy of both sides."""
+
+    __pydantic_config__ = _STRICT
+    file: Path
+    """JSON file of items, relative to the case file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceConfig:
     """``[reference]``."""
 
@@ -144,6 +153,7 @@ class Case:
     candidate: tuple[CandidateConfig, ...]
     reference: ReferenceConfig = ReferenceConfig()
     levels: LevelsConfig = LevelsConfig()
+    task: TaskConfig | None = None
     limits: dict[str, Tolerance] = field(default_factory=dict)
     gate: GateConfig = GateConfig()
     base: Path = Path()
@@ -264,6 +274,7 @@ _TABLES: dict[tuple[str, ...], type] = {
     (): Case,
     ("case",): CaseInfo,
     ("model",): ModelConfig,
+    ("task",): TaskConfig,
     ("reference",): ReferenceConfig,
     ("candidate",): CandidateConfig,
     ("levels",): LevelsConfig,

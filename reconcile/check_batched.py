@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from reconcile.check import check_linear
+from reconcile.contract import Contract
 from reconcile.exceptions import ConfigError
-from reconcile.report import Coverage, Report, Row
+from reconcile.grouped import GroupedReference, GroupedWeight, flat_rows
+from reconcile.judge import Finding, judge_bound
+from reconcile.kernel import PYTHON
+from reconcile.linears import DenseWeight
+from reconcile.replay import failed_call
+from reconcile.report import Coverage, Level, Reason, Report, Row, Verdict
 from reconcile.rounding import bitwise_equal
 
+ROWS = 5
+"""Rows of each group in the call on a strided x."""
 MOST = 4
 """Groups that are checked by default: all up to this number, else spread over them."""
 
@@ -72,6 +80,9 @@ def check_batched_linear(
         rows += [replace(row, tap=f"linear.{group}:out") for row in report.rows]
         notices += report.notices
     compared = len({row.tap for row in rows if row.stats})
+    layout = _layout(kernel, weight, bias, options)
+    failing = [row for row in rows if row.verdict is Verdict.FAIL]
+    rows.append(_blocked(layout, failing[0].tap) if failing else layout)
     return Report(
         case=f"check_batched_linear {getattr(kernel, '__name__', type(kernel).__name__)}",
         rows=tuple(rows),
@@ -80,6 +91,73 @@ def check_batched_linear(
         created=report.created,
         seconds=round(time.perf_counter() - started, 3),
         notices=tuple(dict.fromkeys(notices)),
+    )
+
+
+def _blocked(row: Row, cause: str) -> Row:
+    """A failure of all groups that a failing group explains is not a second one."""
+    if row.verdict is not Verdict.FAIL:
+        return row
+    text = f"explained by {cause}; {row.text}"
+    return replace(row, verdict=Verdict.INCONCLUSIVE, reason=Reason.BLOCKED, text=text)
+
+
+def _layout(
+    kernel: Callable[..., Tensor], weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+) -> Row:
+    """All groups at once on x as a view of memory [M, G, K], as a model that transposes has it."""
+    groups, n, k = weight.shape
+    contract = options.get("contract") or getattr(kernel, "contract", None)
+    promised: Contract = contract or Contract(output=str(weight.dtype).removeprefix("torch."))
+    generator = torch.Generator().manual_seed(int(options.get("seed", 0)))
+    x = torch.randn(ROWS, groups, k, generator=generator).to(weight.dtype)
+    given = [x.clone().transpose(0, 1), weight.clone(), *([] if bias is None else [bias.clone()])]
+    try:
+        y: Any = kernel(*given)
+        finding = _judge_layout(y, x, weight, bias, promised)
+    except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
+        call = failed_call(error, f"on a strided x {list(given[0].shape)}")
+        finding = Finding({}, reason=call.reason or Reason.RAISED, text=call.text)
+    stats = {name: value for name, value in finding.stats.items() if name != "shape"}
+    return Row(
+        level=Level.OP,
+        tap="linear:out",
+        check="layout",
+        shape=(groups, ROWS, n, k),
+        kernel=getattr(kernel, "__name__", type(kernel).__name__),
+        engine=PYTHON.name,
+        implementation=PYTHON.implementation,
+        execution=PYTHON.execution,
+        fidelity=PYTHON.fidelity,
+        verdict=Verdict.PASS if finding.reason is None else finding.reason.verdict,
+        reason=finding.reason,
+        text=finding.text,
+        stats=stats | ({"sees": "x as a view of [M, G, K]"} if stats else {}),
+        limits=finding.limits,
+        utilisation=finding.utilisation,
+    )
+
+
+def _judge_layout(
+    y: object, x: Tensor, weight: Tensor, bias: Tensor | None, contract: Contract
+) -> Finding:
+    count, n, k = weight.shape
+    if not isinstance(y, Tensor) or tuple(y.shape) != (count, len(x), n):
+        got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        text = f"expected y {[count, len(x), n]} for a strided x, got {got}"
+        return Finding({}, reason=Reason.SHAPE, text=text)
+    groups = [
+        DenseWeight(tensor=weight[g], bias=None if bias is None else bias[g]) for g in range(count)
+    ]
+    exact = GroupedReference(GroupedWeight(groups=tuple(groups)), contract, torch.float64)
+    candidate = flat_rows(y.transpose(0, 1), count)
+    return judge_bound(
+        candidate,
+        flat_rows(exact(x), count),
+        flat_rows(exact.magnitude(x), count),
+        k,
+        contract.at(len(x)),
+        "float64",
     )
 
 

@@ -25,6 +25,7 @@ from reconcile.ports import logits_tap, output_tap
 from reconcile.report import Coverage, Level, Limits, Reason, Row, Verdict
 from reconcile.routing import routing_stats
 from reconcile.sides import Sides, check_tolerances, largest, phase_of
+from reconcile.task import judge_task
 from reconcile.trace import Pass, Tap
 
 GROWTH_FACTOR = 4.0
@@ -53,6 +54,7 @@ def funnel(sides: Sides) -> tuple[Row, ...]:
         rows += _module_rows(sides, _failed(rows))
     if "model" in record.levels:
         rows += _model_rows(sides, _failed(rows))
+        rows += _task_rows(sides, _failed(rows))
     return tuple(rows)
 
 
@@ -392,6 +394,26 @@ def _model_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
             yield sides.row(Level.MODEL, place, check, key, blocked)
 
 
+def _task_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
+    """Accuracy on the case's task, where it has one."""
+    if sides.task is None:
+        return
+    ours, theirs = sides.task
+    if "given" in ours:
+        finding = judge_task(theirs["right"], theirs["given"], ours["given"])
+        stats = finding.stats | {"task": theirs["name"], "calls": ours["calls"]}
+        finding = replace(finding, stats=stats)
+        if ours["fell_back"]:
+            text = "; ".join(ours["fell_back"])
+            finding = replace(finding, reason=Reason.FELL_BACK, text=f"{text}; {finding.text}")
+    elif "failure" in ours:
+        finding = _ended_at(ours["failure"])
+    else:
+        finding = _not_compared("the candidate's trace has no answers to the task")
+    blocked = _blocked(finding, sorted(failed))
+    yield sides.row(Level.MODEL, Tap("", "out.tokens"), "task", "", blocked)
+
+
 def _judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str, Tap, Finding]]:
     """Check, place and finding for the logits, their top 10, KL divergence, and growth."""
     where = Tap.parse(tap)
@@ -490,7 +512,10 @@ def _not_compared(text: str) -> Finding:
 
 def _ended(c: Pass) -> Finding:
     """The candidate's pass did not get this far."""
-    failure = c.meta["failure"]
+    return _ended_at(c.meta["failure"])
+
+
+def _ended_at(failure: Mapping[str, str]) -> Finding:
     reason = Reason.NOT_RUN if failure["reason"] == Reason.NOT_RUN else Reason.BLOCKED
     text = f"the pass ended at {failure['module']}: {failure['text']}"
     return Finding({}, reason=reason, text=text)

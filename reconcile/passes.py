@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from reconcile.exceptions import TraceError
 from reconcile.plan import Plan
 from reconcile.steps import Step
-from reconcile.taps import Recorder
+from reconcile.taps import Recorder, cache_argument, cache_of
 from reconcile.trace import Pass, TraceMemory
 
 
@@ -69,10 +68,4 @@ class Stream:
             return
         given = {} if self._cache is None else {cache_argument(self._model): self._cache}
         output = self._model(input_ids=tokens, use_cache=True, **given)
-        self._cache = output.past_key_values
-
-
-def cache_argument(model: nn.Module) -> str:
-    """The name under which ``model`` takes its KV cache; transformers renames it."""
-    known = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in known else "past_key_values"
+        self._cache = cache_of(output)

@@ -20,6 +20,7 @@ from reconcile.kernel import Engine, Kernel, LinearSpec, Support, choose_engine,
 from reconcile.model import Checkpoint
 from reconcile.plan_record import PlanRecord
 from reconcile.steps import Step, steps
+from reconcile.task import Task, read_task
 
 Progress = Callable[[str], None]
 """Called once per unit of work with what is being done."""
@@ -49,6 +50,7 @@ class Plan:
     reference_dtype: torch.dtype
     modules: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
+    task: Task | None = None
 
     @property
     def arithmetic(self) -> Contract:
@@ -169,6 +171,7 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
         reference_dtype=reference_dtype,
         modules=_modules(checkpoint, config, only),
         prompts=_prompts(case, checkpoint),
+        task=_task(case, checkpoint),
     )
     return replace(plan, notes=(*plan.notes, *plan.routes))
 
@@ -242,6 +245,12 @@ def _check_decode(ids: list[tuple[int, ...]], decode: int, where: str) -> None:
             f"{where}: two prompts begin with the same tokens, so that passes of them are the "
             f"same at decode = {decode}; make them differ before their last {decode} tokens"
         )
+
+
+def _task(case: Case, checkpoint: Checkpoint) -> Task | None:
+    if case.task is None:
+        return None
+    return read_task(case.base / case.task.file, checkpoint.vocab_size)
 
 
 def _read_prompts(file: Path) -> list[Any]:

@@ -38,6 +38,8 @@ class Sides:
     chained: Pairs
     unpaired: tuple[tuple[str, str], ...]
     """(key, what is missing) of the passes that only one side has."""
+    task: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """What candidate and reference answered to the case's task; None: it has none."""
     gallery: Gallery = field(default_factory=Gallery)
     """Chooses the rows whose tensors are looked at closely."""
 
@@ -86,7 +88,14 @@ class Sides:
     ) -> Row:
         """A row of this candidate."""
         looked = self.gallery.look(level, str(tap), check, finding, self._block(tap.module))
-        return to_row(level, tap, check, key, looked, shape, self.record)
+        return to_row(
+            level, tap, check, key, looked, shape, self.record if self.uses(key) else None
+        )
+
+    def uses(self, key: str) -> bool:
+        """Whether the kernel computed its modules in a pass; elsewhere plain torch did."""
+        _, reference = self.chained.get(key, (None, None))
+        return reference is None or phase_of(reference) in ("", *self.record.phases)
 
     def _block(self, module: str) -> Block:
         """Rows and columns of the module's weight that share a scale, where they are blocks."""
@@ -176,7 +185,10 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
     unpaired = () if ours.engine is None else (*alone, *free)
     weights = reference.facts.get("weights", {})
     stages = candidate.facts.get("stages", {})
-    return Sides(ours, tuple(order or ()), weights, stages, isolated, chained, unpaired)
+    theirs_task = reference.facts.get("task")
+    task = None if theirs_task is None else (candidate.facts.get("task", {}), theirs_task)
+    names = tuple(order or ())
+    return Sides(ours, names, weights, stages, isolated, chained, unpaired, task)
 
 
 def _check_parts(record: PlanRecord, reference: Trace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -253,6 +254,18 @@ def _removing(handle: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which ``model`` takes its KV cache; transformers renames it."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
+
+
+def cache_of(output: Any) -> Any:  # noqa: ANN401
+    """The KV cache that a model returned, under either name."""
+    named = "cache" in output  # asking for the other name warns where there is this one
+    return output["cache"] if named else output.past_key_values
 
 
 def fingerprint(args: Sequence[object], kwargs: Mapping[str, object]) -> str:

@@ -54,7 +54,10 @@ def wrong_rank(x, w, bias=None):
 def test_a_clean_kernel_passes(weight):
     report = reconcile.check_batched_linear(batched, weight, contract=CONTRACT)
     assert report.exit_code == 0, report.explain()
-    assert {row.tap for row in report.rows} == {f"linear.{g}:out" for g in (0, 2, 3, 5)}
+    assert {row.tap for row in report.rows} == {
+        "linear:out",
+        *(f"linear.{g}:out" for g in (0, 2, 3, 5)),
+    }
     assert "probed groups [0, 2, 3, 5] of 6" in report.notices
 
 
@@ -150,3 +153,25 @@ def test_a_group_that_is_not_written_is_named(weight):
         does_not_write_group_2, weight, contract=CONTRACT, groups=[0]
     )
     assert "groups [2]" in next(unprobed.failures()).text
+
+
+def takes_x_as_contiguous(x, w, bias=None):
+    """Right wherever x lies as [G, M, K], which is where the group's probes put it."""
+    strides = (x.shape[1] * x.shape[2], x.shape[2], 1)
+    return batched(x.as_strided(x.shape, strides), w, bias)
+
+
+def test_a_strided_x_is_tried(weight):
+    report = reconcile.check_batched_linear(
+        takes_x_as_contiguous, weight, contract=CONTRACT, groups=[1], probes=["bound"]
+    )
+    (failure,) = report.failures()
+    assert (failure.tap, failure.check, failure.shape) == ("linear:out", "layout", (6, 5, 96, 128))
+
+
+def test_a_faulty_group_explains_the_call_on_all(weight):
+    report = reconcile.check_batched_linear(
+        drops_the_last_k_of_group_0, weight, contract=CONTRACT, groups=[0], probes=["impulse"]
+    )
+    assert report.rows[-1].reason is reconcile.Reason.BLOCKED
+    assert "explained by linear.0:out" in report.rows[-1].text
