@@ -132,7 +132,9 @@ void over_panel(const Register *panel, const uint32_t *x, int64_t pairs, const P
   __m512 first[R], second[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) first[r] = second[r] = _mm512_setzero_ps();
+#pragma GCC unroll 2
   for (int64_t p = 0; p < pairs; ++p, x += R) {
+    _mm_prefetch((const char *)(x + 64 * R), _MM_HINT_T0);  // the next tiles: x fits no near cache
     const __m512i left = panel[2 * p].codes, right = panel[2 * p + 1].codes;
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
