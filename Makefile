@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 
 VLLM := .venvs/vllm
 
-.PHONY: venv run test test-slow e2e picture vllm vllm-cases lint bench format clean
+.PHONY: venv run test test-slow e2e picture test-amx vllm vllm-cases lint bench format clean
 
 run: venv
 	$(BIN)/reconcile run
@@ -27,6 +27,10 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest tests -m slow
+
+# Everything about the FP8 kernel that takes long: all probes and the whole models under emulated AMX.
+test-amx: venv
+	$(BIN)/python -m pytest tests/op/test_amx_fp8.py tests/model/test_amx_cases.py -m slow
 
 # vLLM does not live beside the product's own packages. Neither `run` nor `test` needs it.
 vllm: $(VLLM)/.installed

@@ -127,21 +127,21 @@ TORCH = TorchKernel()
 
 
 def patched(library, *changes):
-    """The native library with each (old, new) replaced in its first source, once.
+    """The native library with each (old, new) replaced in its first source or a header, once.
 
     Args:
         library: a `NativeLibrary`.
-        changes: pairs of texts; each old one must occur exactly once in the source.
+        changes: pairs of texts; each old one must occur exactly once in all the files.
     """
     source = library.sources[0]
-    text = source.read_text()
+    files = {file.name: file.read_text() for file in (source, *library.headers)}
     for old, new in changes:
-        assert text.count(old) == 1, f"{source.name}: {text.count(old)} places of {old!r}"
-        text = text.replace(old, new)
-    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+        places = sum(text.count(old) for text in files.values())
+        assert places == 1, f"{source.name}: {places} places of {old!r}"
+        files = {name: text.replace(old, new) for name, text in files.items()}
+    key = hashlib.sha256("\0".join(files.values()).encode()).hexdigest()[:16]
     folder = cache_directory() / "mutants" / key
     folder.mkdir(parents=True, exist_ok=True)
-    files = {source.name: text, **{header.name: header.read_text() for header in library.headers}}
     for name, content in files.items():
         if not (folder / name).exists():
             (folder / name).write_text(content)

@@ -117,7 +117,7 @@ def _on_cpu(
     if m == 0:
         return y
     with emulated_tiles() if engine == "amx-emulated" else nullcontext():
-        _function(engine)(
+        _function(*_ENGINES[engine][:2])(
             x.data_ptr(),
             packed.data_ptr(),
             scales.data_ptr(),
@@ -149,9 +149,8 @@ def _fake(
 
 
 @functools.cache
-def _function(engine: str) -> Callable[..., None]:
-    """The native function of an engine."""
-    native, name, _ = _ENGINES[engine]
+def _function(native: NativeLibrary, name: str) -> Callable[..., None]:
+    """The native function of an engine's library."""
     function: Callable[..., None] = getattr(native.load(), name)
     pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     function.argtypes = [pointer] * 5 + [size] * 4 + [number] * 3  # type: ignore[attr-defined]
