@@ -259,9 +259,11 @@ def _strictly(adapter: TypeAdapter[Kind], body: dict[str, Any]) -> Kind:
 def parse_contract(fields: dict[str, Any]) -> Contract:
     """The `Contract` that a case declares; ConfigError for an unknown field or value."""
     try:
-        return _strictly(_CONTRACT, fields)
+        strict = _strictly(_CONTRACT, fields)
     except ValidationError as error:
         raise ConfigError(f"contract: {_explain(error, Contract)}") from None
+    # a `Contract` like any other: two are equal only if their classes are
+    return Contract(**{name: getattr(strict, name) for name in Contract.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,14 @@ from reconcile.commands import (
     report,
     run,
     selftest,
+    watch,
 )
 from reconcile.exceptions import ReconcileError
 from reconcile.report import ExitCode
 
 COMMANDS = (
     run,
+    watch,
     capture,
     compare,
     explain,

@@ -168,19 +168,22 @@ def _git(*words: str) -> str:
 
 
 def kernel_hashes(kernel: Kernel | None) -> dict[str, str]:
-    """sha256 of the files that a kernel is written in: its own, and the sources beside it.
+    """sha256 of the files that a kernel is written in."""
+    return {f"kernel source {file.name}": file_sha256(file) for file in kernel_sources(kernel)}
+
+
+def kernel_sources(kernel: Kernel | None) -> list[Path]:
+    """The files that a kernel is written in: its own, and the sources beside it.
 
     A function's file alone; of an object with the `Kernel` protocol every source in the folder
     of its module, for native code lies there.
     """
     if kernel is None:
-        return {}
-    of_function = isinstance(kernel, FunctionKernel)
+        return []
     place = _file_of(kernel.function if isinstance(kernel, FunctionKernel) else type(kernel))
     if place is None:
-        return {}
-    files = [place] if of_function else sorted(_sources(place.parent))
-    return {f"kernel source {file.name}": file_sha256(file) for file in files}
+        return []
+    return [place] if isinstance(kernel, FunctionKernel) else sorted(_sources(place.parent))
 
 
 def _file_of(thing: object) -> Path | None:

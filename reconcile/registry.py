@@ -56,6 +56,12 @@ def hypotheses() -> list[Any]:
     return [point.load() for _, point in sorted(_group("hypotheses").items())]
 
 
+def packages() -> set[str]:
+    """Top-level packages whose code a reference runs: this one, and those of formats and models."""
+    points = [*_group("formats").values(), *_group("models").values()]
+    return {"reconcile", *(point.value.partition(":")[0].partition(".")[0] for point in points)}
+
+
 def kernel_names() -> list[str]:
     """Names of the registered kernels."""
     return sorted(_group("kernels"))

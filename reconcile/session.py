@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from reconcile import accepted, registry
+from reconcile import accepted, reference_cache, registry
 from reconcile.capture_candidate import capture_candidate
 from reconcile.capture_reference import capture_reference
 from reconcile.case import LEVELS, Case, GateConfig, load_case
@@ -31,13 +31,22 @@ Finding = tuple[tuple[Row, ...], Coverage, tuple[Provenance, ...]]
 class Session:
     """A case whose checkpoint and reference stay loaded, so that a candidate runs again quickly."""
 
-    def __init__(self, case: Case | Path | str | None = None) -> None:
-        """Read the case: a file, or an embedded one by name; None is the default one."""
+    def __init__(
+        self, case: Case | Path | str | None = None, *, reference_folder: Path | None = None
+    ) -> None:
+        """Read the case.
+
+        Args:
+            case: a case, a file, or an embedded one by name; None is the default one.
+            reference_folder: where traces of the reference are kept for other processes; see
+                `reconcile.reference_cache`.
+        """
         if not isinstance(case, Case):
             case = load_case(registry.case_file(case))
         self.case = case
         self._checkpoint: Checkpoint | None = None
         self._references: dict[Any, Trace] = {}
+        self._folder = reference_folder
 
     def run(
         self,
@@ -86,16 +95,32 @@ class Session:
         if not chosen:
             names = [item.name for item in case.candidate]
             raise ConfigError(f"no candidate {candidate!r}: {nearest(str(candidate), names)}")
+        checkpoint = self.checkpoint()
+        return [make_plan(case, item, checkpoint, only) for item in chosen]
+
+    def checkpoint(self) -> Checkpoint:
+        """The case's checkpoint, read once."""
         if self._checkpoint is None:
-            path = registry.checkpoint(case.model.checkpoint, case.base)
-            self._checkpoint = registry.model_source().load(path, case.model.load_rule)
-        return [make_plan(case, item, self._checkpoint, only) for item in chosen]
+            model = self.case.model
+            path = registry.checkpoint(model.checkpoint, self.case.base)
+            self._checkpoint = registry.model_source().load(path, model.load_rule)
+        return self._checkpoint
 
     def _reference(self, plan: Plan, command: str, progress: Progress) -> Trace:
         key = (plan.dtype, plan.reference_dtype, plan.contract, plan.modules, plan.prompts)
         if key not in self._references:
-            self._references[key] = capture_reference(plan, command, progress)
+            self._references[key] = self._kept_reference(plan, command, progress)
         return self._references[key]
+
+    def _kept_reference(self, plan: Plan, command: str, progress: Progress) -> Trace:
+        """The kept trace where there is one, else a fresh one, which is kept."""
+        if self._folder is None:
+            return capture_reference(plan, command, progress)
+        kept = reference_cache.load(self._folder, plan)
+        if kept is None:
+            kept = capture_reference(plan, command, progress)
+            reference_cache.save(self._folder, plan, kept)
+        return kept
 
 
 def run(case: Case | Path | str | None = None, **options: Any) -> Report:  # noqa: ANN401

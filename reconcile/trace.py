@@ -470,13 +470,13 @@ class _ShardWriter:
 
 
 class _LazyTensors(Mapping[str, Tensor]):
-    """The tensors of one shard, read when asked for."""
+    """The tensors of one shard, read from the mapped file when asked for."""
 
     def __init__(self, path: Path, taps: Iterable[str]) -> None:
         self._path = path
-        self._taps = tuple(taps)
-        with self._opened() as shard:
-            missing = sorted(set(self._taps) - set(shard.keys()))
+        self._taps = dict.fromkeys(taps)
+        self._shard = self._opened()
+        missing = sorted(self._taps.keys() - set(self._shard.keys()))
         if missing:
             raise TraceError(f"{path}: the manifest names tensors that it lacks: {missing[:5]}")
 
@@ -489,8 +489,7 @@ class _LazyTensors(Mapping[str, Tensor]):
     def __getitem__(self, tap: str) -> Tensor:
         if tap not in self._taps:
             raise KeyError(tap)
-        with self._opened() as shard:
-            tensor: Tensor = shard.get_tensor(tap)
+        tensor: Tensor = self._shard.get_tensor(tap)
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -40,7 +40,7 @@ def chosen_formats(text: str) -> tuple[str, ...]:
 
 def finish(report: Report, options: argparse.Namespace) -> int:
     """Write the run directory, print the verdict, return the exit code."""
-    directory = options.out or _run_directory(report.case)
+    directory = options.out or run_directory(report.case)
     written = write_report(report, directory, chosen_formats(options.format))
     if options.out is None:
         _point_latest(directory)
@@ -53,7 +53,8 @@ def finish(report: Report, options: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def _run_directory(case: str) -> Path:
+def run_directory(case: str) -> Path:
+    """A new directory under ``.reconcile/runs``, named by time and case."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", case).strip(".-") or "case"
     root = Path(".reconcile") / "runs"

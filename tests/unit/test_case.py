@@ -297,6 +297,10 @@ def test_two_candidates_of_one_name_are_refused(tmp_path):
 # --- contract ----------------------------------------------------------------------------------
 
 
+def test_a_contract_of_a_case_equals_one_made_in_python():
+    assert parse_contract({"scale_applied": "after_sum"}) == Contract(scale_applied="after_sum")
+
+
 def test_a_contract_of_a_case():
     fields = {"weight_rounding": "bfloat16", "split_k": 4, "epilogue": ["scale", "round"]}
     expected = Contract(weight_rounding="bfloat16", split_k=4, epilogue=("scale", "round"))
