@@ -84,9 +84,7 @@ class LinearModel:
             y = self.before_bias(y)
         if self.bias is not None:
             y = y + self.bias
-        if self.after is not None:
-            y, bound = self.after(y), self.after(bound)
-        return y, bound
+        return self._changed(y, bound, len(y))
 
     def _bound(self, y: Tensor, size: Tensor, products: int) -> Tensor:
         if self.bias is not None:
@@ -115,12 +113,17 @@ class LinearModel:
         one = torch.ones((), dtype=torch.float64)
         least = error_bound(self.contract, 0 * one, 0 * one, 1, "float64")
         bound = y.abs() * (error_bound(self.contract, one, one, 1, "float64") - least) + least
-        if self.after is not None:
-            y, bound = (
-                torch.cat([self.after(part) for part in torch.split(whole, given.step)])
-                for whole in (y, bound)
-            )
-        return y, bound
+        return self._changed(y, bound, given.step)
+
+    def _changed(self, y: Tensor, bound: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Middle and half of the interval after the outputs of each call of ``step`` rows moved."""
+        if self.after is None:
+            return y, bound
+        low, high = (
+            torch.cat([self.after(part) for part in torch.split(end, step)])
+            for end in (y - bound, y + bound)
+        )
+        return (low + high) / 2, (high - low) / 2
 
     def amplitudes(self, given: Impulses) -> Tensor:
         """Sizes of the impulses as the products see them, float64 [C]."""

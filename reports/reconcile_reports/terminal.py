@@ -92,8 +92,10 @@ def _divergence(report: Report) -> list[str]:
 
 def _cause(row: Row) -> list[str]:
     found = summary.fitted(row)
-    titles = ["and also" if item.role == "also" else "runner-up" for item in found]
-    titles[:1] = ["cause"]
+    words = {"also": "and also", "runner_up": "runner-up"}
+    titles = [
+        words.get(item.role, "runner-up" if index else "cause") for index, item in enumerate(found)
+    ]
     shown = zip(titles, summary.causes(row), strict=True)
     return [f"{title}: {text}" for title, text in list(shown)[:3]]
 
