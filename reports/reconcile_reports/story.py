@@ -10,7 +10,7 @@ from collections import Counter
 
 from reconcile.report import Diagnosis, Level, Reason, Report, Row, Verdict
 from reconcile_reports import summary
-from reconcile_reports.wording import cut, number, one_line, percent, plural, real
+from reconcile_reports.wording import cut, number, one_line, percent, plural
 
 _NOT_CHECKED = (
     Reason.NOT_RUN,
@@ -24,6 +24,8 @@ _NOT_CHECKED = (
 _LEFT_OUT = ("declined:", "sampled:", "restricted to")
 """Beginnings of notices that say what a run left out."""
 _LONGEST = 160
+NONE_FITS = "none_fits"
+"""Name of the explanation that says that there is none."""
 
 
 def sentence(report: Report) -> str:
@@ -61,15 +63,25 @@ def _first(report: Report, row: Row) -> str:
 def _why(row: Row) -> str:
     """The best explanation, or what was seen."""
     best = explanations(row)
-    if not best:
-        return cut(summary.seen(row).replace("`", "'"), _LONGEST)
+    if not best or best[0].role == "runner_up":
+        seen = cut(summary.seen(row).replace("`", "'"), _LONGEST)
+        return f"{seen}; no known fault explains it" if row.diagnosis else seen
     said = cause(best[0]).rstrip(".")
-    return f"cause: {said}, which explains {percent(best[0].explains)} of the error"
+    more = [f"; and also: {cause(item).rstrip('.')}" for item in best[1:] if item.role == "also"]
+    share = percent(best[0].explains)
+    return f"cause: {said}, which explains {share} of the error{''.join(more[:1])}"
 
 
 def explanations(row: Row) -> list[Diagnosis]:
-    """The fitted explanations, best first."""
-    return sorted(row.diagnosis, key=lambda item: -(real(item.explains) or 0.0))
+    """The fitted explanations, best first; empty where none fits."""
+    return [item for item in summary.fitted(row) if item.name != NONE_FITS]
+
+
+def role(item: Diagnosis) -> str:
+    """What an explanation is to the reader."""
+    if item.name == NONE_FITS:
+        return "no cause"
+    return {"cause": "cause", "also": "and also", "runner_up": "runner-up"}[item.role]
 
 
 def cause(item: Diagnosis) -> str:

@@ -92,10 +92,7 @@ def _divergence(report: Report) -> list[str]:
 
 def _cause(row: Row) -> list[str]:
     found = summary.fitted(row)
-    words = {"also": "and also", "runner_up": "runner-up"}
-    titles = [
-        words.get(item.role, "runner-up" if index else "cause") for index, item in enumerate(found)
-    ]
+    titles = [story.role(item) for item in found]
     shown = zip(titles, summary.causes(row), strict=True)
     return [f"{title}: {text}" for title, text in list(shown)[:3]]
 

@@ -277,6 +277,26 @@ def diagnosed(*causes, **fields):
         ([diagnosed()], "`m.a` fails 1 of 1 check, first isolated; 1 outside"),
         (
             [
+                diagnosed(
+                    Diagnosis(name="sign", explains=0.1, text="other", role="runner_up"),
+                    Diagnosis(name="none_fits", explains=0.0, text="none fits"),
+                )
+            ],
+            "`m.a` fails 1 of 1 check, first isolated; 1 outside; no known fault explains it",
+        ),
+        (
+            [
+                diagnosed(
+                    Diagnosis(name="sign", explains=0.95, text="other", role="runner_up"),
+                    Diagnosis(name="code_table", explains=1.0, text="a code", role="also"),
+                    Diagnosis(name="block_ratio", explains=0.9, text="a block"),
+                )
+            ],
+            "`m.a` fails 1 of 1 check, first isolated; cause: a block, which explains 90 % of the "
+            "error; and also: a code",
+        ),
+        (
+            [
                 row("m.b:out"),
                 row("m.c:out", Level.MODULE, text="x", **OVER),
                 row("m.d:out", Level.MODULE),
