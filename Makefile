@@ -9,7 +9,7 @@ MAKEFLAGS += --no-print-directory
 
 VLLM := .venvs/vllm
 
-.PHONY: venv run test test-slow e2e picture test-amx vllm vllm-cases lint bench format clean
+.PHONY: venv run test test-slow triton test-triton e2e picture test-amx vllm vllm-cases lint bench format clean
 
 run: venv
 	$(BIN)/reconcile run
@@ -66,6 +66,20 @@ picture: $(VENV)/.installed-e2e
 $(VENV)/.installed-e2e: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,lint,e2e]'
 	@touch $@
+
+# Triton, and aiter's published kernel: 1 GB that nothing else needs, so an environment of its own.
+TRITON := .venvs/triton
+
+triton: $(TRITON)/.installed
+
+$(TRITON)/.installed: pyproject.toml constraints.txt
+	@test -x $(TRITON)/bin/python || $(PYTHON) -m venv $(TRITON)
+	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,triton]'
+	$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --pre amd-aiter==0.1.7.post2.dev18
+	@touch $@
+
+test-triton: triton
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/triton_env
 
 lint: venv
 	@if ls kernels/__init__.py references/__init__.py reports/__init__.py fixtures/__init__.py tests/__init__.py 2>/dev/null; then echo 'these must not be packages: kernels is the import name of Hugging Face kernels'; exit 1; fi

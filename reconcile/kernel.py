@@ -99,8 +99,12 @@ class Kernel(Protocol):
     def can_implement(self, spec: LinearSpec) -> Support:
         """Whether this layer can be computed, and why (not)."""
 
-    def prepare(self, weight: QuantizedWeight, engine: Engine) -> Any:  # noqa: ANN401
-        """The weight as ``apply`` wants it (repacked, moved), opaque to the caller."""
+    def prepare(self, weight: Any, engine: Engine) -> Any:  # noqa: ANN401
+        """The weight as ``apply`` wants it (repacked, moved), opaque to the caller.
+
+        It comes as a `QuantizedWeight`, unquantised as a tensor [N, K]; of a batched linear as a
+        `GroupedWeight`, unquantised as a tensor [G, N, K].
+        """
 
     def apply(self, x: Tensor, prepared: Any, bias: Tensor | None = None) -> Tensor:  # noqa: ANN401
         """Y [..., N] for x [..., K]."""

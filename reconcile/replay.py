@@ -79,7 +79,7 @@ class Prepared:
             WeightChangedError: ``prepare`` wrote into the weight that it was given.
         """
         own, given = _own_copy(weight)
-        prepared = kernel.prepare(given, engine)  # type: ignore[arg-type]
+        prepared = kernel.prepare(given, engine)
         if not all(map(bitwise_equal, _tensors(own), _tensors(weight))):
             raise WeightChangedError
         return cls(

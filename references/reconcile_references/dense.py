@@ -72,4 +72,6 @@ def decode_dense_again(weight: DenseWeight) -> Tensor | None:
     if weight.tensor.dtype != torch.bfloat16:
         return None
     bits = weight.tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
-    return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64))
+    values = (bits.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN
+        return torch.from_numpy(values.astype(np.float64))
