@@ -12,6 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from reconcile.contract import Contract
 from reconcile.exceptions import ConfigError, nearest
+from reconcile.layout import LayoutConfig, PackingConfig
 from reconcile.report import Level
 
 _STRICT = ConfigDict(extra="forbid")
@@ -40,6 +41,8 @@ class ModelConfig:
     ``derived:NAME``, a checkpoint that an installed package makes on first use."""
     load_rule: str | None = None
     """What a serving engine changes in the weights when it loads them, by the name of the rule."""
+    layout: LayoutConfig | None = None
+    """How the weights are stored, in place of what config.json declares."""
     original: Path | None = None
     """Checkpoint of the same names before quantisation, for the error of quantising itself; a path
     or ``derived:NAME``."""
@@ -276,6 +279,8 @@ _TABLES: dict[tuple[str, ...], type] = {
     (): Case,
     ("case",): CaseInfo,
     ("model",): ModelConfig,
+    ("model", "layout"): LayoutConfig,
+    ("model", "layout", "packing"): PackingConfig,
     ("task",): TaskConfig,
     ("reference",): ReferenceConfig,
     ("candidate",): CandidateConfig,

@@ -16,6 +16,7 @@ from reconcile.commands import (
     compare,
     diff,
     explain,
+    inspect,
     kernels,
     merge,
     report,
@@ -28,6 +29,7 @@ from reconcile.report import ExitCode
 
 COMMANDS = (
     run,
+    inspect,
     watch,
     capture,
     compare,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from reconcile.grouped import StoredWeight
+from reconcile.layout import LayoutConfig
 
 MakeLinear = Callable[[str, StoredWeight], nn.Module]
 """Module path and stored weight to the module that takes its place: from [..., K] to [..., N], for
@@ -82,8 +83,11 @@ class Checkpoint(Protocol):
 class ModelSource(Protocol):
     """Entry point of group ``reconcile.models``."""
 
-    def load(self, path: Path, rule: str | None = None) -> Checkpoint:
+    def load(
+        self, path: Path, rule: str | None = None, layout: LayoutConfig | None = None
+    ) -> Checkpoint:
         """Read a checkpoint; CheckpointError says what is missing, unused or wrong.
 
-        ``rule`` names what a serving engine changes in the weights when it loads them.
+        ``rule`` names what a serving engine changes in the weights when it loads them. ``layout``
+        stands in place of the quantisation that the checkpoint declares.
         """

@@ -19,6 +19,7 @@ from typing import Any, cast
 from reconcile.contract import Contract
 from reconcile.diff import Difference
 from reconcile.exceptions import ConfigError, KernelError, nearest
+from reconcile.inspection import Inspector
 from reconcile.kernel import FunctionKernel, Kernel
 from reconcile.model import ModelSource
 from reconcile.report import Report
@@ -149,6 +150,11 @@ def _file_module(place: str, base: Path | None) -> ModuleType:
 def model_source(name: str = "transformers") -> ModelSource:
     """The registered reader of checkpoints."""
     return cast(ModelSource, _load("models", name)())
+
+
+def inspector(name: str = "checkpoint") -> Inspector:
+    """The registered inspector of checkpoints."""
+    return cast(Inspector, _load("inspectors", name)())
 
 
 def reporter(name: str) -> tuple[Callable[[Report], str], str | None]:

@@ -17,6 +17,7 @@ from reconcile.diagnosis.run import diagnosed
 from reconcile.exceptions import ConfigError, TraceError, nearest
 from reconcile.funnel import coverage, funnel
 from reconcile.gate import allowance, required_not_run
+from reconcile.layout import LayoutConfig
 from reconcile.model import Checkpoint
 from reconcile.plan import Plan, Progress, make_plan
 from reconcile.report import Coverage, Provenance, Report, Row, Verdict
@@ -103,7 +104,9 @@ class Session:
         if self._checkpoint is None:
             model = self.case.model
             path = registry.checkpoint(model.checkpoint, self.case.base)
-            self._checkpoint = registry.model_source().load(path, model.load_rule)
+            self._checkpoint = registry.model_source().load(
+                path, model.load_rule, _layout(self.case)
+            )
         return self._checkpoint
 
     def _reference(self, plan: Plan, command: str, progress: Progress) -> Trace:
@@ -265,3 +268,11 @@ def _notices(rows: Sequence[Row]) -> tuple[str, ...]:
         {f"{row.kernel} on {row.engine}" for row in rows if row.execution == "emulated"}
     )
     return tuple(f"emulated, not run on its hardware: {name}" for name in emulated)
+
+
+def _layout(case: Case) -> LayoutConfig | None:
+    """The layout that the case declares, its paths from the directory of the case."""
+    layout = case.model.layout
+    if layout is None or layout.config is None:
+        return layout
+    return replace(layout, config=case.base / layout.config)

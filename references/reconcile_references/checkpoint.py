@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from reconcile.exceptions import CheckpointError
+from reconcile.layout import LayoutConfig
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -55,14 +57,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def checkpoint_hash(path: Path, rule: str | None = None) -> str:
+def checkpoint_hash(path: Path, rule: str | None = None, layout: LayoutConfig | None = None) -> str:
     """sha256 over the names and bytes of every file that says what the weights are.
 
-    ``rule``, a load rule that changes them, counts as well.
+    ``rule``, a load rule that changes them, and ``layout``, which says how to read them, count as
+    well.
     """
     digest = hashlib.sha256(b"" if rule is None else f"load rule {rule}".encode())
-    declared = [path / "config.json", *path.glob("hf_quant_config.json")]
-    for file in sorted([*declared, *path.glob("*.safetensors")]):
+    if layout is not None:
+        digest.update(repr(replace(layout, config=None)).encode())
+    folder = layout.config if layout and layout.config else path
+    declared = [folder / "config.json", *path.glob("hf_quant_config.json")]
+    for file in sorted([*declared, *path.glob("*.safetensors"), *path.glob("*.gguf")]):
         digest.update(file.name.encode())
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())

@@ -17,9 +17,12 @@ from transformers.initialization import no_init_weights
 from reconcile.contract import DTYPES
 from reconcile.exceptions import CheckpointError
 from reconcile.grouped import GroupedWeight, StoredWeight
+from reconcile.layout import LayoutConfig
 from reconcile.linears import DenseWeight
 from reconcile.model import MakeLinear, Structure
+from reconcile.registry import formats
 from reconcile.weight import QuantizedWeight
+from reconcile_references.arranged import arrange
 from reconcile_references.checkpoint import (
     checkpoint_hash,
     names,
@@ -81,7 +84,7 @@ class TransformersCheckpoint:
         baseline and the candidate run the same operations.
         """
         with self.precise(dtype):
-            model = _empty_model(self.config, dtype)
+            model = empty_model(self.config, dtype)
         if any(isinstance(weight, GroupedWeight) for weight in self.weights.values()):
             split_experts(model)
         for name, weight in self.weights.items():
@@ -138,7 +141,9 @@ class TransformersCheckpoint:
 class TransformersModels:
     """Model source for transformers checkpoints; satisfies `reconcile.model.ModelSource`."""
 
-    def load(self, path: Path, rule: str | None = None) -> TransformersCheckpoint:
+    def load(
+        self, path: Path, rule: str | None = None, layout: LayoutConfig | None = None
+    ) -> TransformersCheckpoint:
         """Read and check a checkpoint.
 
         Every linear that the architecture has and the config does not exclude must be there in
@@ -149,18 +154,23 @@ class TransformersModels:
             path: directory of the checkpoint.
             rule: what a serving engine changes when it loads the weights, of `load_rules.RULES`;
                 None: the weights as they are stored.
+            layout: how the weights are stored, in place of what the config declares.
 
         Raises:
             CheckpointError: names what is missing, unused or wrong.
         """
-        body = read_config(path)
-        scheme = read_scheme(body, path)
-        config = _model_config(path)
-        skeleton = _skeleton(config, path)
-        if scheme is not None:
+        folder = layout.config if layout and layout.config else path
+        body = read_config(folder)
+        scheme = read_scheme(body, path) if layout is None else None
+        config = model_config(folder)
+        skeleton = meta_model(config, folder)
+        if scheme is not None or layout is not None:
             split_experts(skeleton)
-        structure = _structure(skeleton)
-        tensors = read_tensors(path)
+        structure = structure_of(skeleton)
+        if layout is None:
+            tensors = read_tensors(path)
+        else:
+            scheme, tensors = _arranged(path, layout, skeleton)
         weights: Mapping[str, StoredWeight]
         parts: dict[str, Parts] = {}
         notes: tuple[str, ...] = ()
@@ -182,7 +192,7 @@ class TransformersModels:
         _check_dense(skeleton, dense, path)
         return TransformersCheckpoint(
             path=path,
-            sha256=checkpoint_hash(path, rule),
+            sha256=checkpoint_hash(path, rule, layout),
             dtype=_dense_dtype(dense),
             weights=weights,
             notes=notes,
@@ -192,6 +202,20 @@ class TransformersModels:
             structure=structure,
             config=config,
         )
+
+
+def _arranged(
+    path: Path, layout: LayoutConfig, skeleton: nn.Module
+) -> tuple[Scheme, dict[str, Tensor]]:
+    """Scheme and tensors by the layout of a case; the linears that it does not name are dense."""
+    form = layout.number_format(formats())
+    linears = {
+        name: (module.out_features, module.in_features)
+        for name, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    ignored = tuple(name for name in linears if name not in layout.linears)
+    return Scheme(form, ignored), arrange(path, layout, form, linears)
 
 
 def _unquantized(
@@ -207,7 +231,7 @@ def _unquantized(
     return dense_weights(dense_linears(skeleton, head), tensors, path)
 
 
-def _model_config(path: Path) -> transformers.PreTrainedConfig:
+def model_config(path: Path) -> transformers.PreTrainedConfig:
     """The architecture's config without its quantisation, which is ours to apply."""
     try:
         config = transformers.AutoConfig.from_pretrained(
@@ -222,7 +246,7 @@ def _model_config(path: Path) -> transformers.PreTrainedConfig:
     return config
 
 
-def _skeleton(config: transformers.PreTrainedConfig, path: Path) -> transformers.PreTrainedModel:
+def meta_model(config: transformers.PreTrainedConfig, path: Path) -> transformers.PreTrainedModel:
     """The model on the meta device: names and shapes without memory."""
     try:
         with torch.device("meta"):
@@ -233,9 +257,10 @@ def _skeleton(config: transformers.PreTrainedConfig, path: Path) -> transformers
         ) from error
 
 
-def _empty_model(
+def empty_model(
     config: transformers.PreTrainedConfig, dtype: torch.dtype
 ) -> transformers.PreTrainedModel:
+    """The model with memory for its parameters and nothing in them."""
     with no_init_weights():
         return _from_config(config, dtype)
 
@@ -275,7 +300,7 @@ def _quantized_linears(
     }
     if not linears:
         raise CheckpointError(f"{path}: modules_to_not_convert leaves no quantised linear")
-    if tied := [name for name in _tied(skeleton) if name.removesuffix(".weight") in linears]:
+    if tied := [name for name in tied_weights(skeleton) if name.removesuffix(".weight") in linears]:
         raise CheckpointError(
             f"{path}: {names('tied to the embedding and declared quantised', tied)}; add it to "
             "modules_to_not_convert"
@@ -402,7 +427,7 @@ def _check_names(
 ) -> None:
     """Dense tensors must be exactly the model's other parameters."""
     needed = set(skeleton.state_dict()) - consumed
-    missing, unused = needed - set(dense) - set(_tied(skeleton)), set(dense) - needed
+    missing, unused = needed - set(dense) - set(tied_weights(skeleton)), set(dense) - needed
     if missing or unused:
         raise CheckpointError(
             f"{path}: {names('missing tensors', missing)}; {names('unused tensors', unused)}"
@@ -426,7 +451,7 @@ def _check_dense(
     ]
     untied = [
         f"{name} and {source}"
-        for name, source in _tied(skeleton).items()
+        for name, source in tied_weights(skeleton).items()
         if name in dense and not torch.equal(dense[name], dense[source])
     ]
     if wrong or coded or untied:
@@ -438,7 +463,7 @@ def _check_dense(
         )
 
 
-def _tied(skeleton: transformers.PreTrainedModel) -> dict[str, str]:
+def tied_weights(skeleton: transformers.PreTrainedModel) -> dict[str, str]:
     """Parameters that need not be stored, as the config ties them, with what they are tied to."""
     return dict(skeleton.all_tied_weights_keys)
 
@@ -451,7 +476,7 @@ def _dense_dtype(dense: Mapping[str, Tensor]) -> str:
     return str(max(sizes, key=lambda dtype: sizes[dtype])).removeprefix("torch.")
 
 
-def _structure(skeleton: transformers.PreTrainedModel) -> Structure:
+def structure_of(skeleton: transformers.PreTrainedModel) -> Structure:
     """Decoder layers are the longest ModuleList; the final norm is its sibling."""
     lists = [(n, m) for n, m in skeleton.named_modules() if isinstance(m, nn.ModuleList)]
     if not lists:
