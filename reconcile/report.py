@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from html import escape
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
@@ -313,6 +315,27 @@ class Report:
         records = [_row_record(row) for row in self.rows]
         return pd.json_normalize(records)
 
+    def show(self) -> None:
+        """The report where it is called: as a page in a notebook, else as text."""
+        try:
+            from IPython import get_ipython
+            from IPython.display import display
+        except ImportError:
+            print(self.explain())  # noqa: T201
+            return
+        if get_ipython() is None:
+            print(self.explain())  # noqa: T201
+        else:
+            display(self)
+
+    def _repr_html_(self) -> str:
+        """The page that ``reconcile run`` writes, in a frame of its own."""
+        (renderer,) = entry_points(group="reconcile.reporters", name="html")
+        page = escape(renderer.load()(self), quote=True)
+        return (
+            f'<iframe srcdoc="{page}" width="100%" height="640" sandbox="allow-scripts"></iframe>'
+        )
+
     def raise_for_verdict(self) -> None:
         """AssertionError with the terminal text of the failing rows unless the verdict is PASS."""
         if self.verdict is Verdict.PASS:
@@ -324,7 +347,8 @@ class Report:
         """The verdict, and one line for each of the first ``limit`` rows that are not PASS."""
         lines = [f"{self.verdict.value}: {self.case}", *self.notices]
         bad = [row for row in self.rows if row.verdict is not Verdict.PASS]
-        lines += [describe(row) for row in bad[:limit]]
+        for row in bad[:limit]:
+            lines += [describe(row), *(f"  because: {because(row)}" for _ in row.diagnosis[:1])]
         if len(bad) > limit:
             lines.append(f"... and {len(bad) - limit} more rows")
         return "\n".join(lines)
@@ -379,6 +403,14 @@ def describe(row: Row) -> str:
     shape = f" {'x'.join(map(str, row.shape))}" if row.shape else ""
     where = f"{row.level.value} {row.tap} {row.check}{shape}"
     return f"{row.verdict.value}{reason}  {where}: {row.text or 'within its limits'}"
+
+
+def because(row: Row) -> str:
+    """The best diagnosis of a row in one line; empty where there is none."""
+    if not row.diagnosis:
+        return ""
+    best = row.diagnosis[0]
+    return f"{best.text or best.name} (explains {best.explains:.1%} of the error)"
 
 
 _ROW = TypeAdapter(Row)

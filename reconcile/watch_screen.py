@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reconcile.explain import explain
-from reconcile.report import Report, Verdict, describe
+from reconcile.report import Report, Verdict, because, describe
 from reconcile.watch import Event
 
 KEYS = "e explain   r report   o op only   a all levels   space again   q quit"
@@ -180,7 +180,7 @@ def _failing(state: State) -> list[str]:
     lines = []
     for row in list(state.report.failures())[:3]:
         lines.append(describe(row))
-        lines += [f"  because: {found.text or found.name}" for found in row.diagnosis[:1]]
+        lines += [f"  because: {because(row)}" for _ in row.diagnosis[:1]]
     return lines
 
 

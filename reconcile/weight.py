@@ -9,15 +9,16 @@ format is commonly misread is data too: its `Misreading` values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from reconcile.contract import DTYPES
-from reconcile.exceptions import FormatError
+from reconcile.exceptions import FormatError, nearest
 from reconcile.rounding import round_to
 from reconcile.tile import DIGITS, Tile
 
@@ -293,7 +294,7 @@ class QuantizedWeight:
         codes: Tensor,
         scales: Tensor,
         *,
-        format: Format,  # noqa: A002 - the public name of the field
+        format: Format | str,  # noqa: A002 - the public name of the field
         shape: Shape,
         block: Shape | None = None,
         name: str = "",
@@ -304,7 +305,7 @@ class QuantizedWeight:
         Args:
             codes: stored codes; of a float8 tensor that the format allows the bytes are taken.
             scales: stored scales.
-            format: the declared format.
+            format: the declared format, or the name of a registered one.
             shape: logical (N, K); never inferred.
             block: the declared block, where it is not the format's own.
             name: module path, for messages.
@@ -314,6 +315,8 @@ class QuantizedWeight:
             FormatError: with the declaration and what the tensors are.
         """
         where = name or "weight"
+        format = _known(format)  # noqa: A001
+        _check_types(codes, scales, bias, shape, block, where)
         if block is not None:
             if format.granularity != "block":
                 raise FormatError(
@@ -366,6 +369,36 @@ class QuantizedWeight:
     def zero_share(self) -> float:
         """Share of weights that decode to zero, in [0, 1]."""
         return float((self.format.decode(self.unpacked()) == 0).double().mean())
+
+
+def _known(format: object) -> Format:  # noqa: A002
+    """A format as it is, or the registered one of that name."""
+    if isinstance(format, Format):
+        return format
+    points = {point.name: point for point in entry_points(group="reconcile.formats")}
+    if not isinstance(format, str) or format not in points:
+        hint = nearest(format, points) if isinstance(format, str) else f"Known: {', '.join(points)}"
+        raise FormatError(f"expected a Format or the name of one, got {format!r:.80}: {hint}")
+    found: Format = points[format].load()
+    return found
+
+
+def _check_types(
+    codes: object, scales: object, bias: object, shape: object, block: object, where: str
+) -> None:
+    """FormatError unless everything is of the documented kind: this is a public door."""
+    for what, given in (("codes", codes), ("scales", scales), ("bias", bias)):
+        if not (isinstance(given, Tensor) or (what == "bias" and given is None)):
+            raise FormatError(f"{where}: {what}: expected a tensor, got {type(given).__name__}")
+    for what, pair in (("shape", shape), ("block", block)):
+        if what == "block" and pair is None:
+            continue
+        if (
+            not isinstance(pair, Sequence)
+            or len(pair) != 2
+            or any(type(n) is not int for n in pair)
+        ):
+            raise FormatError(f"{where}: {what}: expected two integers, got {pair!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)

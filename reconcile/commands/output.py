@@ -48,9 +48,19 @@ def finish(report: Report, options: argparse.Namespace) -> int:
     main_file = next((path for path in written if path.suffix == ".html"), directory)
     try:
         print(f"{render(report).rstrip()}\nreport: {main_file}", flush=True)
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            _tell_github(report)
     except BrokenPipeError:  # the reader has seen enough; the verdict stands
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return report.exit_code
+
+
+def _tell_github(report: Report) -> None:
+    """Annotations, and the summary of the step."""
+    print(registry.reporter("github")[0](report), end="", flush=True)
+    if file := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(file).open("a", encoding="utf-8") as summary:
+            summary.write(registry.reporter("markdown")[0](report))
 
 
 def run_directory(case: str) -> Path:
