@@ -20,6 +20,8 @@ CELL = 9
 """Pixels of one bin of a heat map."""
 STEPS = (0.0, 0.01, 0.1, 0.25, 0.5, 1.0)
 """Lower ends of the colour classes ``h1`` ... of a share of the bound; above 1: ``h6``, ``h7``."""
+QUIET = 0.02
+"""Share of the largest error below which a row or column of bins is said to have next to none."""
 PLOT = (300, 110)
 """Pixels of a plot's area."""
 
@@ -122,11 +124,28 @@ def _heat_words(heat: HeatMap, top: float) -> str:
         said.append(f"in {_places(columns, heat.bin_columns, heat.columns, heat.column_axis)}")
     if heat.unit.startswith("share") and 0 < sum(map(bool, rows)) < len(rows):
         said.append(f"in {_places(rows, heat.bin_rows, heat.rows, heat.row_axis)}")
+    said += _quiet(heat, top)
+    if heat.row_axis == "k":
+        said.append("row k is the impulse at k, and is also the k-th row of the call")
     tiles = {"n": heat.tile_columns, heat.row_axis: heat.tile_rows}
     drawn = [f"{step} along {axis}" for axis, step in tiles.items() if step]
     if drawn:
         said.append(f"lines: the format's blocks, every {' and '.join(drawn)}")
     return "; ".join(said) + "."
+
+
+def _quiet(heat: HeatMap, top: float) -> list[str]:
+    """Where a whole row or column of bins has next to no error, while others have."""
+    said = []
+    axes = (
+        (heat.row_axis, heat.bin_rows, heat.rows, heat.values),
+        (heat.column_axis, heat.bin_columns, heat.columns, tuple(zip(*heat.values, strict=True))),
+    )
+    for axis, step, size, lines in axes:
+        quiet = [max(line) <= QUIET * top for line in lines]
+        if 0 < sum(quiet) < len(quiet):
+            said.append(f"at most {QUIET:.0%} of the largest in {_places(quiet, step, size, axis)}")
+    return said
 
 
 def _places(counts: Sequence[int], step: int, size: int, axis: str) -> str:

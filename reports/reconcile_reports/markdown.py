@@ -183,7 +183,7 @@ def _coverage(report: Report) -> str:
 def _notes(report: Report) -> str:
     required = [f"required, but not run: {code(name)}" for name in report.required_not_run]
     allowed = [f"allowed inconclusive: {escape(text)}" for text in report.allowed]
-    return _bullets("Notices", [*required, *map(escape, report.notices), *allowed])
+    return _bullets("Notices", [*required, *map(escape, story.notices(report)), *allowed])
 
 
 def _labels(report: Report) -> str:

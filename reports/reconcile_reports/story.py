@@ -57,7 +57,21 @@ def _first(report: Report, row: Row) -> str:
         return f"{place} fails {bad} of {plural(len(checks), 'check')}, first {one_line(row.check)}"
     if row.level is Level.MODEL:
         return f"{place} is wrong in the whole model ({one_line(row.check)}) only"
-    return f"{place} is the first wrong {row.level.value} of {len(taps)}"
+    said = f"{place} is the first wrong {row.level.value} of {len(taps)}"
+    return said + (_in_the_free_run(report, row) if row.level is Level.MODULE else "")
+
+
+def _in_the_free_run(report: Report, row: Row) -> str:
+    """The part of a wrong module that goes wrong first where everything runs freely."""
+    inside = f"{row.tap.partition(':')[0]}."
+    for other in report.rows:
+        if other.level is Level.MODULE and other.check == "chained" and _bad(other):
+            return f" (in the free run `{name(other.tap)}`)" if other.tap.startswith(inside) else ""
+    return ""
+
+
+def _bad(row: Row) -> bool:
+    return row.verdict is Verdict.FAIL or row.reason is Reason.BLOCKED
 
 
 def _why(row: Row) -> str:
@@ -96,7 +110,12 @@ def name(text: str) -> str:
 
 def not_checked(report: Report) -> list[str]:
     """What no verdict covers, and why: one line each."""
-    lines = [one_line(text) for text in report.notices if text.startswith(_LEFT_OUT)]
+    left_out = [one_line(text) for text in report.notices if text.startswith(_LEFT_OUT)]
+    declined = [text for text in left_out if text.startswith("declined:")]
+    lines = [text for text in left_out if text not in declined]
+    if declined:
+        more = f", and {len(declined) - 1} more shapes" if len(declined) > 1 else ""
+        lines.append(f"{declined[0]}{more}")
     missing = [level.value for level in (Level.OP, Level.MODULE, Level.MODEL)]
     present = {level.value for level in summary.levels(report)}
     absent = [level for level in missing if level not in present]
@@ -106,6 +125,11 @@ def not_checked(report: Report) -> list[str]:
         lines.append(summary.coverage_text(report))
     lines += [f"required, but not run: {name(item)}" for item in report.required_not_run]
     return lines + _left_open(report)
+
+
+def notices(report: Report) -> list[str]:
+    """The notices that do not say what was left out: `not_checked` does."""
+    return [text for text in report.notices if not text.startswith(_LEFT_OUT)]
 
 
 def _left_open(report: Report) -> list[str]:

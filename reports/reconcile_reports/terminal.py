@@ -41,7 +41,7 @@ def render(report: Report) -> str:
         *labelled("worst utilisation", _worst(report)),
         *labelled("ran as", _ran_as(report)),
         *labelled("not checked", _few(story.not_checked(report))),
-        *labelled("notice", _few([one_line(text) for text in report.notices])),
+        *labelled("notice", _few([one_line(text) for text in story.notices(report)])),
         *labelled("required, not run", [one_line(name) for name in report.required_not_run]),
         *labelled("allowed", _few([one_line(text) for text in report.allowed])),
         *labelled("time", [f"{report.seconds:.1f} s"]),
