@@ -14,7 +14,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from reconcile.evidence import HeatMap, Histogram, Profile
-from reconcile_reports.wording import number, percent
+from reconcile_reports.wording import number
 
 CELL = 9
 """Pixels of one bin of a heat map."""
@@ -279,10 +279,13 @@ def _steps_words(values: Sequence[float], axis: str, step: int) -> str:
     sized = [math.inf if math.isnan(value) else value for value in values]
     worst = max(range(len(sized)), key=sized.__getitem__)
     middle = sorted(sized)[len(sized) // 2]
-    zero = sum(value == 0 for value in sized)
+    quiet = [value <= QUIET * sized[worst] for value in sized]
     place = f"{axis} {worst * step}" + (f"-{(worst + 1) * step - 1}" if step > 1 else "")
     said = f"Largest {number(values[worst])} at {place}; the middle one is {number(middle)}"
-    return said + (f"; {percent(zero / len(sized))} of the bins have no error." if zero else ".")
+    if any(quiet):
+        size = len(values) * step
+        said += f"; at most {QUIET:.0%} of the largest in {_places(quiet, step, size, axis)}"
+    return f"{said}."
 
 
 # --------------------------------------------------------------------------- shared

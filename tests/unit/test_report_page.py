@@ -217,6 +217,10 @@ def test_the_histogram_compares_with_one_correct_rounding():
 def test_profiles_say_where_the_largest_is():
     found = figures.profile_figure(evidence().column_profile)
     assert found.words == "Largest 1 at n 128-255; the middle one is 1."
+    step = Profile(axis="m", size=4, step=1, values=(0.0, 1e-9, 1.0, 0.5))
+    assert figures.profile_figure(step).words == (
+        "Largest 1 at m 2; the middle one is 0.5; at most 2% of the largest in m 0-1."
+    )
     flat = Profile(axis="n", size=2, step=1, values=(0.0, 0.0))
     assert figures.profile_figure(flat).words == "No error."
 
