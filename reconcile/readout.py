@@ -38,8 +38,8 @@ def name_codes(weight: QuantizedWeight, columns: Tensor, got: Tensor, wrong: Ten
     present = torch.bincount(codes.flatten(), minlength=256)
     hit = torch.bincount(codes[wrong_elsewhere], minlength=256)
     guilty = hit.nonzero().flatten().tolist()
-    if len(guilty) + len(named) > min(FEW, max(1, int((present > 0).sum()) // 4)):
-        return ""
+    if len(guilty) > min(FEW, max(1, int((present > 0).sum()) // 4)):
+        guilty = []  # too many to be the cause; a NaN that became a number is one of its own
     for code in guilty:
         place = (wrong_elsewhere & (codes == code)).nonzero()[0]
         m, n = (int(i) for i in place)

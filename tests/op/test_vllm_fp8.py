@@ -108,6 +108,27 @@ def test_without_vllm_the_reason_says_how_to_get_it(monkeypatch):
     assert 'no engine "amx"' in W8A16.is_supported(Engine("amx")).reason
 
 
+def without_exponent_zero(x, weight, bias=None):
+    """What the op makes of the codes: no branch for exponent field 0, none for NaN."""
+    codes = torch.arange(256)
+    exponent, mantissa = codes >> 3 & 15, (codes & 7) / 8
+    table = (1 + mantissa) * 2.0 ** (exponent - 7) * torch.where(codes < 128, 1, -1)
+    return (x.float() @ (table[weight.codes.long()] * weight.scales).T).to(x.dtype)
+
+
+def test_such_codes_are_named():
+    """Zero and the subnormals as one cause, and each NaN code that became a number."""
+    weight = weight_of(fp8.FP8_E4M3_TENSOR, (128, 256))
+    probes = ("impulse", "code_table")
+    report = reconcile.check_linear(without_exponent_zero, weight, probes=probes)
+    assert report.exit_code == 1
+    first = next(row for row in report.rows if row.verdict == "FAIL")
+    assert (first.diagnosis[0].name, first.diagnosis[0].explains) == ("subnormals", 1.0)
+    lost = next(row for row in report.rows if row.reason == "nonfinite")
+    assert "0x7F (not finite) is decoded as a number" in lost.text
+    assert "0xFF (not finite) is decoded as a number" in lost.text
+
+
 # The op itself --------------------------------------------------------------------------------
 
 
