@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from reconcile.commands import (
     accept,
+    bench,
     capture,
     compare,
     diff,
@@ -39,6 +40,7 @@ COMMANDS = (
     accept,
     merge,
     kernels,
+    bench,
     selftest,
 )
 """Modules of the commands, in the order of ``--help``."""

@@ -132,7 +132,7 @@ class NativeLibrary:
         temporary = Path(name)
         try:
             flags = (*FLAGS[self.language], *self.flags)
-            _run((*compiler, *flags, "-o", name, *map(str, self.sources)), self.name)
+            run_compiler((*compiler, *flags, "-o", name, *map(str, self.sources)), self.name)
             with temporary.open("rb") as written:  # opened now: a linker replaces its output file
                 os.fsync(written.fileno())
             temporary.replace(path)
@@ -255,11 +255,11 @@ def _resolve(text: str) -> Command | None:
 
 def _version(compiler: Command) -> str:
     """What the compiler says that it is."""
-    return _run((*compiler, "--version"), "compiler")
+    return run_compiler((*compiler, "--version"), "compiler").stdout
 
 
-def _run(command: Command, name: str) -> str:
-    """Standard output of ``command``; BuildError with its first error lines where it fails."""
+def run_compiler(command: Command, name: str) -> subprocess.CompletedProcess[str]:
+    """What ``command`` printed; BuildError with its first error lines where it fails."""
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
@@ -274,7 +274,7 @@ def _run(command: Command, name: str) -> str:
             f"{name}: does not compile here (exit status {done.returncode})\n"
             f"command: {shlex.join(command)}\n" + "\n".join(shown)
         )
-    return done.stdout
+    return done
 
 
 def _read(file: Path, name: str) -> bytes:

@@ -80,7 +80,7 @@ class Prepared:
         """
         own, given = _own_copy(weight)
         prepared = kernel.prepare(given, engine)
-        if not all(map(bitwise_equal, _tensors(own), _tensors(weight))):
+        if not all(map(bitwise_equal, tensors_of(own), tensors_of(weight))):
             raise WeightChangedError
         return cls(
             name=weight.name,
@@ -115,7 +115,7 @@ class Prepared:
         returns its own workspace cannot change it later.
         """
         given = _copy(x)
-        before = _tensors(self.prepared, self.bias)
+        before = tensors_of(self.prepared, self.bias)
         kept = [tensor.clone() for tensor in before]
         try:
             with (
@@ -350,7 +350,7 @@ def _plain_memory(x: Tensor, n: int) -> Iterator[None]:
     yield
 
 
-def _tensors(*values: object) -> list[Tensor]:
+def tensors_of(*values: object) -> list[Tensor]:
     """Every tensor in the values, also among the attributes of plain objects."""
     found: list[Tensor] = []
     for value in values:

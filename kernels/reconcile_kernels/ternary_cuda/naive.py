@@ -68,6 +68,11 @@ class TernaryNaive:
     engines: tuple[Engine, ...] = (CUDA, CUDA_ON_CPU)
     formats: tuple[str, ...] = (FORMAT,)
 
+    @property
+    def cuda_library(self) -> NativeLibrary:
+        """The source for nvcc; its launch has 128 threads a block."""
+        return ops.CUDA
+
     def is_supported(self, engine: Engine) -> Support:
         """Whether its compiler is here and, for ``cuda``, a GPU; every missing part is named."""
         library = _LIBRARIES.get(engine)

@@ -99,6 +99,11 @@ class TernaryVariant:
         """Names of the registered formats that it reads."""
         return block_scaled_formats(self.blocks) if self.blocks else row_scaled_formats()
 
+    @property
+    def cuda_library(self) -> NativeLibrary:
+        """The source for nvcc; all launches have 128 threads a block."""
+        return variant_ops.CUDA[self.variant]
+
     def is_supported(self, engine: Engine) -> Support:
         """Whether its compiler is here and, for ``cuda``, a GPU; every missing part is named."""
         if engine not in self.engines:
