@@ -36,7 +36,7 @@ static __device__ __forceinline__ uint16_t ternary_bits(uint32_t code) {
 }
 
 template <typename Number>
-__global__ void __launch_bounds__(THREADS) ternary_mma(const Operands<Number> o) {
+__global__ void ternary_mma(const Operands<Number> o) {
 #if __CUDA_ARCH__ >= 800
   using namespace nvcuda;
   typedef typename Core<Number>::Type Type;
