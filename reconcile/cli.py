@@ -23,6 +23,7 @@ from reconcile.commands import (
     report,
     run,
     selftest,
+    snapshots,
     watch,
 )
 from reconcile.exceptions import ReconcileError
@@ -39,6 +40,7 @@ COMMANDS = (
     diff,
     accept,
     merge,
+    snapshots,
     kernels,
     bench,
     selftest,

@@ -22,6 +22,7 @@ from reconcile.model import Checkpoint
 from reconcile.plan import Plan, Progress, make_plan
 from reconcile.report import Coverage, Provenance, Report, Row, Verdict
 from reconcile.sides import pair
+from reconcile.snapshots import Album, failing_calls
 from reconcile.threads import few_threads
 from reconcile.trace import Trace
 
@@ -48,6 +49,8 @@ class Session:
         self._checkpoint: Checkpoint | None = None
         self._references: dict[Any, Trace] = {}
         self._folder = reference_folder
+        self.album = Album()
+        """Failing calls of the last run; the command line writes them beside the report."""
 
     def run(
         self,
@@ -79,15 +82,19 @@ class Session:
         if case.gate.accepted is not None:
             accepted.load(case.gate.accepted)  # what is wrong with it is said before the work
         findings = []
+        self.album = Album()
         notices = list(_restrictions(case, only))
         for plan in self.plans(case, only):
             notices += plan.routes
             with few_threads(plan.size):
                 reference = self._reference(plan, command, progress)
-                finding = _judge_candidate(plan, reference, command, progress, fail_fast)
+                finding = _judge_candidate(
+                    plan, reference, command, progress, fail_fast, self.album
+                )
             findings.append(finding)
             if fail_fast and any(row.verdict is Verdict.FAIL for row in finding[0]):
                 break
+        notices += self.album.notices()
         return assemble(case.case.name, findings, case.gate, command, started, tuple(notices))
 
     def plans(self, case: Case, only: str = "*", candidate: str | None = None) -> list[Plan]:
@@ -187,7 +194,12 @@ def compare_traces(
 
 
 def _judge_candidate(
-    plan: Plan, reference: Trace, command: str, progress: Progress, fail_fast: bool
+    plan: Plan,
+    reference: Trace,
+    command: str,
+    progress: Progress,
+    fail_fast: bool,
+    album: Album,
 ) -> Finding:
     """Capture and compare; with ``fail_fast`` level by level, until one fails."""
     steps = [plan.case.levels.run]
@@ -198,6 +210,8 @@ def _judge_candidate(
         rows, covered, sources = _finding(reference, trace, levels)
         finding = diagnosed(plan, reference, trace, rows), covered, sources
         if any(row.verdict is Verdict.FAIL for row in finding[0]):
+            for call in failing_calls(plan, reference, trace, rows):
+                album.add(call)
             break
     return finding
 

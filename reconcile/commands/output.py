@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from reconcile import registry
+from reconcile import registry, snapshots
 from reconcile.commands.common import path_argument, words
 from reconcile.exceptions import ConfigError, nearest
 from reconcile.report import Report
+from reconcile.snapshots import Album
 from reconcile.trace import write_atomically
 
 FORMATS = ("html", "json", "junit", "markdown")
@@ -38,9 +39,11 @@ def chosen_formats(text: str) -> tuple[str, ...]:
     return chosen
 
 
-def finish(report: Report, options: argparse.Namespace) -> int:
+def finish(report: Report, options: argparse.Namespace, album: Album | None = None) -> int:
     """Write the run directory, print the verdict, return the exit code."""
     directory = options.out or run_directory(report.case)
+    if album is not None:
+        snapshots.save(album.kept, directory / "snapshots", report.created)
     written = write_report(report, directory, chosen_formats(options.format))
     if options.out is None:
         _point_latest(directory)

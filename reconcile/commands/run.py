@@ -14,7 +14,7 @@ from reconcile.commands.common import (
     seed_argument,
 )
 from reconcile.commands.output import add_output, chosen_formats, finish
-from reconcile.session import run
+from reconcile.session import Session
 
 
 def add(commands: Any) -> None:  # noqa: ANN401
@@ -31,12 +31,12 @@ def add(commands: Any) -> None:  # noqa: ANN401
 def _run(options: argparse.Namespace) -> int:
     chosen_formats(options.format)
     case = chosen_case(options)
+    session = Session(case)
     with progress_bar(case) as progress:
-        report = run(
-            case,
+        report = session.run(
             only=options.only,
             fail_fast=options.fail_fast,
             command=options.command_line,
             progress=progress,
         )
-    return finish(report, options)
+    return finish(report, options, session.album)
