@@ -142,7 +142,7 @@ def _paths(
     dense = round_to(weight.dequantize(torch.float64), dtype).to(device)
     copies = [dense, *(dense.clone() for _ in range(-(-ROTATED // dense.nbytes) - 1))]
     first = kernel.prepare(weight, engine)
-    packed_bytes = sum(tensor.nbytes for tensor in tensors_of(first))
+    packed_bytes = stored_bytes(first)
     count = -(-ROTATED // max(1, packed_bytes))
     prepared = [first, *(kernel.prepare(weight, engine) for _ in range(min(count, 64) - 1))]
     return Paths(
@@ -151,6 +151,16 @@ def _paths(
         packed_bytes=packed_bytes,
         dense_bytes=dense.nbytes,
     )
+
+
+def stored_bytes(prepared: object) -> int:
+    """Bytes of the tensors in a prepared weight; what lies within another one counts once."""
+    places = sorted({(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors_of(prepared)})
+    total, end = 0, 0
+    for start, stop in places:
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def _rotating(call: Callable[[Tensor, Any], object], weights: list[Any]) -> Call:

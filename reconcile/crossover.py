@@ -18,6 +18,8 @@ from reconcile.trace import write_atomically
 
 DENSE = "dense"
 """Name of the dense path."""
+NOISE = 0.03
+"""Share of the time by which two runs of one path differ on a busy machine."""
 SCHEMA = 1
 
 
@@ -45,11 +47,6 @@ class Point:
     dense_ms: float
     ratio: float
     """Median over the rounds of dense / kernel: above 1 the kernel is faster."""
-
-    @property
-    def winner(self) -> bool:
-        """Whether the kernel is faster."""
-        return self.ratio > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +82,21 @@ class Measurement:
     """Machine, versions, commit and command line."""
 
     def path(self, m: int) -> str:
-        """The faster of kernel and `DENSE` for ``m`` rows, by the measured M at or below it."""
-        below = [point for point in self.points if point.m <= m] or list(self.points[:1])
-        return self.kernel if below and below[-1].winner else DENSE
+        """The path for ``m`` rows: that of the measured M at or below it."""
+        return [path for start, path in self.spans() if start <= m][-1]
 
     def spans(self) -> tuple[tuple[int, str], ...]:
-        """Pairs (least M, path) where the path changes, the first at M = 1."""
+        """Pairs (least M, path) where the path changes, the first at M = 1.
+
+        A path that is faster by less than `NOISE` is no reason to leave the one before.
+        """
         found: list[tuple[int, str]] = []
         for point in self.points:
-            path = self.path(point.m)
-            if not found or found[-1][1] != path:
+            kept = found[-1][1] if found else DENSE
+            margin = NOISE if found else 0.0
+            needed = 1 + (margin if kept == DENSE else -margin)
+            path = self.kernel if point.ratio > needed else DENSE
+            if not found or path != kept:
                 found.append((point.m if found else 1, path))
         return tuple(found)
 

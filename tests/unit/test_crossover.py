@@ -1,5 +1,6 @@
 """The table of measured crossovers, what follows from it, and the compiler's report."""
 
+import dataclasses
 import json
 from dataclasses import replace
 
@@ -51,6 +52,7 @@ CASES = [
     ({1: 0.5, 8: 2.0, 64: 0.9}, ((1, DENSE), (8, "fast"), (64, DENSE)), {9: "fast", 64: DENSE}),
     ({4: 2.0}, ((1, "fast"),), {1: "fast", 4: "fast", 5: "fast"}),
     ({1: 1.0}, ((1, DENSE),), {1: DENSE}),
+    ({1: 2.0, 8: 0.98, 64: 0.96, 128: 1.02}, ((1, "fast"), (64, DENSE)), {8: "fast", 200: DENSE}),
     ({1: float("nan")}, ((1, DENSE),), {1: DENSE}),
 ]
 
@@ -167,6 +169,19 @@ def test_a_measurement_of_a_plain_function(monkeypatch):
     assert found.dense_bytes == 32 * 16 * 4
     assert found.packed_bytes == 32 * 16 / 4 + 32 * 4
     assert found.setting == bench.setting(32, 16, torch.float32, "cpu")
+
+
+def test_a_tensor_is_counted_once(monkeypatch):
+    """A kernel's prepared weight may be found in two ways, and may hold views."""
+
+    @dataclasses.dataclass
+    class Prepared:
+        whole: torch.Tensor
+        view: torch.Tensor
+
+    whole = torch.zeros(100)
+    assert bench.stored_bytes(Prepared(whole, whole[10:20])) == 400
+    assert bench.stored_bytes((whole[:10], torch.zeros(5))) == 60
 
 
 @NEEDS_AVX512
