@@ -106,7 +106,11 @@
     pinned = index;
     if (!matching.includes(rows[index])) update();
     const at = matching.indexOf(rows[index]);
-    if (at >= shown) append(at + 1 - shown);
+    if (at < shown) return;
+    table.tBodies[0].replaceChildren(); // not everything before it: that may be thousands of rows
+    shown = Math.max(0, at - PAGE / 2);
+    find("row-count").textContent += `, shown from number ${shown + 1}; sort or filter to begin at the first`;
+    append(PAGE);
   }
 
   // The filters are part of the address, so that a view can be linked to.

@@ -81,7 +81,7 @@ def open_page(browser, tmp_path):
             path.write_text(text, encoding="utf-8")
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(30_000)
         page = context.new_page()
         found = Opened(page)
         page.on("console", lambda message: found.console.append(message.text))

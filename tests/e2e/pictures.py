@@ -32,7 +32,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-README_HEIGHT = 1500
+README_HEIGHT = 1345
 MOST = 8000
 """Pixels of the tallest picture; Chromium takes none of more than 16,384."""
 

@@ -129,6 +129,7 @@ def test_a_link_shows_a_row_that_is_not_in_the_document(made, open_page):
     page = open_page(made("big")[1], "#row-9876").page
     place = page.locator("#row-9876")
     assert place.is_visible()
+    assert "shown from number 9827" in page.locator("#row-count").inner_text()
     assert place.evaluate("line => document.activeElement === line")
     page.locator("#filter-verdict").select_option("FAIL")
     page.evaluate("location.hash = '#row-77'")  # a passing row, filtered out
