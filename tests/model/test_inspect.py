@@ -204,6 +204,32 @@ def test_a_declaration_that_twin_and_bytes_contradict_is_overruled(tmp_path):
     assert layout.confidence not in SURE
 
 
+def test_layouts_that_are_mixed_are_taken_apart(tmp_path):
+    """A sixth of the tensors has its bits the other way round: no vote decides for them."""
+    low, high = (
+        d.repacked(lambda v, h=h: d.k_interleaved(v, high=h), per_row=True) for h in (0, 1)
+    )
+    mixed = {n: high[n] if "layers.2" in n else t for n, t in low.items()}
+    found = inspect(d.write(tmp_path / "checkpoint", mixed, d.read_config()), twin=d.MASTER)
+    layouts = {layout.best.candidate.name[:60]: layout for layout in found.layouts}
+    assert [layout.confidence for layout in found.layouts] == ["proved", "proved"]
+    assert len(layouts.pop("ternary_k_interleaved").stems) == 35
+    (other,) = layouts.values()
+    assert "high bits first" in other.best.candidate.name
+    assert all("layers.2" in stem for stem in other.stems)
+
+
+def test_a_scale_that_divides_among_others_that_multiply_is_named(tmp_path):
+    tensors = d.repacked(d.k_interleaved, per_row=True)
+    for name in tensors:
+        if name.endswith("q_proj.weight_scale") and "layers.3" in name:
+            tensors[name] = 1 / tensors[name]
+    found = inspect(d.write(tmp_path / "checkpoint", tensors, d.read_config()), twin=d.MASTER)
+    named = [trap.tensors for trap in found.traps if "magnitude" in trap.text]
+    assert named == [("model.layers.3.self_attn.q_proj.weight",)]
+    assert found.exit_code == 2
+
+
 # --- traps ---------------------------------------------------------------------------------------
 
 
@@ -273,6 +299,20 @@ def test_a_trap_is_flagged(name, tmp_path):
     found = inspect(changed(tmp_path / "checkpoint", change))
     assert [trap for trap in found.traps if trap.kind == kind and said in trap.text]
     assert found.exit_code == (0 if kind == "shape" else 2)
+
+
+def test_a_block_type_that_nobody_reads_is_named(tmp_path):
+    made = tmp_path / "other.gguf"
+    writer = d.gguf.GGUFWriter(made, "qwen3")
+    quant = d.gguf.GGMLQuantizationType.Q4_0
+    stored = d.gguf.quants.quantize(np.ones((64, 192), np.float32), quant)
+    writer.add_tensor("blk.0.attn_k.weight", stored, raw_dtype=quant)
+    d.finish(writer)
+    found = inspect(made, prompts=d.PROMPTS)
+    (entry,) = found.keys.entries
+    assert entry.action == "not decoded: Q4_0"
+    assert [trap.text for trap in found.traps if trap.serious] == ["Q4_0 is not decoded here"]
+    assert (found.exit_code, found.layouts) == (2, ())
 
 
 def test_a_clean_checkpoint_has_no_trap(tmp_path):

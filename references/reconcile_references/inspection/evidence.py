@@ -5,9 +5,10 @@ Nothing here decides. Each piece of evidence is a number of its own; `verdict` w
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,8 +20,12 @@ from reconcile_references.inspection.facts import byte_counts
 from reconcile_references.inspection.samples import Sample, dense_part, sample, values_of
 from reconcile_references.inspection.source import Stored
 
-TENSORS = 24
+TENSORS = 20
 """Tensors of a group that are decoded for evidence, evenly spread over it."""
+
+
+CHECK = 1 << 16
+"""Codes of each single tensor that are compared with its twin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,8 @@ class Evidence:
     """Occurrences of each code, of all bytes or (base 3) of the sample."""
     illegal_share: float
     """Share of bytes that no encoder of this packing writes."""
-    samples: Mapping[str, Sample] = field(repr=False)
+    digest: bytes
+    """Hash over the decoded samples: two packings with one digest read these tensors alike."""
     profile: Mapping[int, Profile]
     """By the code that is taken for zero."""
     twin: Twin | None
@@ -96,10 +102,17 @@ def gather(
         packing=packing,
         counts=counts,
         illegal_share=illegal,
-        samples=samples,
+        digest=_digest(samples),
         profile={zero: profile(samples, dense, zero) for zero in zeros},
         twin=_twin(samples, twin, len(counts)) if twin else None,
     )
+
+
+def _digest(samples: Mapping[str, Sample]) -> bytes:
+    found = hashlib.sha256()
+    for part in samples.values():
+        found.update(part.codes.numpy().tobytes())
+    return found.digest()
 
 
 def spread(items: Sequence[Packed], count: int) -> list[Packed]:
@@ -155,11 +168,11 @@ def profile(samples: Mapping[str, Sample], dense: Mapping[str, Stored], zero: in
     rows: list[tuple[str, Tensor]] = []
     columns: list[tuple[str, Tensor]] = []
     for stem, part in samples.items():
-        used = (part.codes != zero).to(torch.float64)
+        used = (part.codes != zero).to(torch.float32)
         if part.rows is None:
-            rows.append((stem, used.mean(1)))
+            rows.append((stem, used.mean(1, dtype=torch.float64)))
         if part.columns is None:
-            columns.append((stem, used.mean(0)))
+            columns.append((stem, used.mean(0, dtype=torch.float64)))
     norms = [(stem, values_of(stored).abs()) for stem, stored in dense.items()]
     pairs = [*_partners(columns, norms), *_partners(rows, norms), *_partners(rows, columns)]
     scores = [_z(a, b) ** 2 for a, b in pairs]
@@ -218,6 +231,16 @@ def _twin(
         total += np.bincount(flat, weights=weights, minlength=codes)[:codes]
         used += 1
     return Twin(count=count, total=total, elements=int(count.sum()), tensors=used) if used else None
+
+
+def own_agreement(item: Packed, form: Format, parts: Sequence[Stored]) -> float:
+    """Correlation of one tensor alone with its twin, from a small sample."""
+    shape = shape_of(item, replace(form.packing, pad=False))
+    if shape is None:
+        return 0.0
+    part = sample(item, replace(form.packing, pad=False), shape, CHECK)
+    found = _twin({item.stem: part}, {item.stem: parts}, len(form.table))
+    return found.agreement(form.table) if found else 0.0
 
 
 def twin_part(parts: Sequence[Stored], part: Sample) -> Tensor | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reconcile_references.inspection.architecture import Architecture
 from reconcile_references.inspection.candidates import Packed, logical_shape, packings
 from reconcile_references.inspection.naming import Key, Place, by_shape, place, split_key
-from reconcile_references.inspection.source import Stored
+from reconcile_references.inspection.source import DTYPES, Stored
 
 CODES = ("U8", "I8", "I32", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2")
 """Dtypes of codes; a matrix in one of them is a quantised weight."""
@@ -188,6 +188,8 @@ def _action(stored: Stored, is_codes: bool, spot: Place, model: Architecture | N
         return f"{verb}, split by rows" if is_codes else "split by rows"
     if is_codes:
         return verb
+    if stored.dtype not in DTYPES:
+        return f"not decoded: {stored.dtype}"
     shape = model.parameters[spot.parameters[0]] if model is not None else stored.shape
     turned = stored.shape == shape[::-1] != shape
     return "transpose" if turned else "copy"

@@ -24,18 +24,24 @@ from reconcile_references.inspection.candidates import (
     packings,
     same_layout,
     scale_size,
+    shape_of,
 )
 from reconcile_references.inspection.evidence import (
+    CHECK,
+    TENSORS,
     Evidence,
     gather,
     group_bytes,
+    own_agreement,
     scale_ratio,
+    spread,
 )
 from reconcile_references.inspection.facts import Facts, facts
 from reconcile_references.inspection.floats import at_top_share, float_candidates
 from reconcile_references.inspection.forward import ModelProbe, make_probe
 from reconcile_references.inspection.mapping import KeyMap, map_keys
-from reconcile_references.inspection.source import Source, Stored, open_source
+from reconcile_references.inspection.samples import sample
+from reconcile_references.inspection.source import DTYPES, Source, Stored, open_source
 from reconcile_references.inspection.traps import Trap
 from reconcile_references.inspection.verdict import (
     AGREES,
@@ -119,10 +125,12 @@ def inspect(
         if len(stored.shape) == 1 and name.endswith("weight")
     }
     layouts = tuple(
-        _infer(items, norms, twins, _declared(items, scheme), probe)
+        layout
         for items in _groups(keys.packed)
+        for layout in _infer_apart(items, norms, twins, _declared(items, scheme), probe)
     )
     found = _traps(source, keys, measured, model, body, scheme)
+    found += _scales_apart(keys.packed, layouts, twins)
     notes = (note, scheme_note, twin_note, probe_note, *source.notes)
     return Inspection(
         source=source,
@@ -203,7 +211,9 @@ def _twins(
     by_parameter = {
         spot.parameters[0]: other.dense[name]
         for name, spot in other.places.items()
-        if spot.how != "ambiguous" and len(spot.parameters) == 1
+        if spot.how != "ambiguous"
+        and len(spot.parameters) == 1
+        and other.dense[name].dtype in ("F16", "BF16", "F32", "F64")
     }
     found = {}
     for item in keys.packed:
@@ -233,12 +243,40 @@ def _probe(
     shapes = {n: s.shape for n, s in dense.items() if n in model.parameters}
     if any(shape != model.parameters[name] for name, shape in shapes.items()):
         return None, "the model was not run: dense tensors have other shapes than its parameters"
+    if any(stored.dtype not in DTYPES for stored in dense.values()):
+        return None, "the model was not run: some tensors are of a type that is not decoded here"
     if len(_groups(keys.packed)) != 1:
         return None, "the model was not run: the packed tensors are stored in more than one way"
     return make_probe(folder, keys.packed, dense, prompts)
 
 
 # --------------------------------------------------------------------------- inference
+
+
+def _infer_apart(
+    items: Sequence[Packed],
+    norms: Mapping[str, Stored],
+    twins: Mapping[str, Sequence[Stored]],
+    declared: Sequence[Format],
+    probe: ModelProbe | None,
+) -> list[Layout]:
+    """The layouts of tensors that look alike; those that their own twins deny are taken apart."""
+    layout = _infer(items, norms, twins, declared, probe)
+    if layout.best is None:
+        return [layout]
+    form = layout.best.candidate.format
+    denied = [
+        item
+        for item in items
+        if item.stem in twins and own_agreement(item, form, twins[item.stem]) < AGREES
+    ]
+    if not denied or len(denied) == len(items):
+        return [layout]
+    others = [item for item in items if item not in denied]
+    return [
+        _infer(others, norms, twins, declared, None),
+        *_infer_apart(denied, norms, twins, declared, None),
+    ]
 
 
 def _infer(
@@ -267,7 +305,7 @@ def _infer(
     scored = score(candidates, tried, declared)
     best = max((one.twin for one in scored if one.twin is not None), default=0.0)
     scored = [
-        _with_scale(one, items, tried, twins)
+        _with_scale(one, items, twins)
         if one.twin is not None and one.twin > best - APART and best >= AGREES
         else one
         for one in scored
@@ -291,8 +329,7 @@ def _without_copies(
     digests: dict[bytes, Packing] = {}
     kept: dict[Packing, bool] = {}
     for packing, found in tried.items():
-        digest = b"".join(bytes(part.codes.numpy()) for part in found.samples.values())
-        first = digests.setdefault(digest, packing)
+        first = digests.setdefault(found.digest, packing)
         kept[packing] = first is packing
     return [c for c in candidates if kept[replace(c.format.packing, pad=False)]]
 
@@ -300,20 +337,20 @@ def _without_copies(
 def _with_scale(
     one: Scored,
     items: Sequence[Packed],
-    tried: Mapping[Packing, Evidence],
     twins: Mapping[str, Sequence[Stored]],
 ) -> Scored:
     """The factor by which the twin's magnitudes differ from the weight's."""
     if not twins:
         return one
     form = one.candidate.format
-    found = tried[replace(form.packing, pad=False)]
-    ratios = [
-        ratio[0 if form.scale_convention == "multiply" else 1]
-        for item in items
-        if item.stem in twins and item.stem in found.samples
-        if (ratio := scale_ratio(item, form, found.samples[item.stem], twins[item.stem]))
-    ]
+    packing = replace(form.packing, pad=False)
+    ratios = []
+    for item in spread(items, TENSORS):
+        shape = shape_of(item, packing)
+        if item.stem in twins and shape:
+            part = sample(item, packing, shape)
+            ratio = scale_ratio(item, form, part, twins[item.stem])
+            ratios += [ratio[form.scale_convention == "divide"]] if ratio else []
     good = [abs(float(np.log2(ratio))) for ratio in ratios if ratio > 0]
     return replace(one, scale_error=float(np.median(good))) if good else one
 
@@ -375,6 +412,7 @@ def _traps(
 ) -> list[Trap]:
     places = {n: s.parameters[0] for n, s in keys.places.items() if len(s.parameters) == 1}
     found = [
+        *traps.not_decoded(keys.dense),
         *traps.undequantised(keys.dense, measured),
         *traps.scales(keys.packed),
         *traps.conventions(keys.packed, measured, body),
@@ -390,6 +428,31 @@ def _traps(
         if names and not any(entry.how == "ambiguous" for entry in keys.entries):
             found.append(Trap(kind=kind, text=text, tensors=tuple(names)))
     return found
+
+
+def _scales_apart(
+    items: Sequence[Packed], layouts: Sequence[Layout], twins: Mapping[str, Sequence[Stored]]
+) -> list[Trap]:
+    """Tensors whose scale fits the twin only under the other convention, or under none."""
+    by_name = {item.codes.name: item for item in items}
+    wrong = []
+    for layout in layouts:
+        if layout.best is None:
+            continue
+        form = layout.best.candidate.format
+        packing = replace(form.packing, pad=False)
+        for item in (by_name[stem] for stem in layout.stems):
+            shape = shape_of(item, packing)
+            if item.stem not in twins or shape is None:
+                continue
+            part = sample(item, packing, shape, CHECK)
+            ratio = scale_ratio(item, form, part, twins[item.stem])
+            if ratio and not 0.5 < ratio[form.scale_convention == "divide"] < 2:
+                wrong.append(item.codes.name)
+    if not wrong:
+        return []
+    text = "the weight is not of the twin's magnitude under the convention that the others have"
+    return [Trap(kind="conventions", text=text, tensors=tuple(wrong))]
 
 
 def _declaration(keys: KeyMap, model: Architecture | None, scheme: Scheme | None) -> list[Trap]:

@@ -13,7 +13,7 @@ from reconcile.weight import Packing, Shape
 from reconcile_references.inspection.candidates import Packed
 from reconcile_references.inspection.source import DTYPES, Stored
 
-BUDGET = 1 << 21
+BUDGET = 1 << 20
 """Codes that are decoded of one tensor."""
 
 

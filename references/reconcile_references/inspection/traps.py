@@ -15,7 +15,7 @@ from reconcile_references.inspection.architecture import Architecture
 from reconcile_references.inspection.candidates import Packed, own_scales, scale_size
 from reconcile_references.inspection.facts import Facts
 from reconcile_references.inspection.naming import split_key
-from reconcile_references.inspection.source import Stored
+from reconcile_references.inspection.source import DTYPES, Stored
 
 _TOPS: dict[float, str] = {
     448.0: "float8_e4m3fn codes",
@@ -47,7 +47,8 @@ def undequantised(dense: Mapping[str, Stored], measured: Mapping[str, Facts]) ->
     found: dict[str, list[str]] = {}
     for name, stored in dense.items():
         facts = measured[name]
-        if len(stored.shape) != 2 or math.isnan(facts.maximum):
+        floats = stored.dtype in ("F16", "BF16", "F32", "F64")
+        if len(stored.shape) != 2 or not floats or math.isnan(facts.maximum):
             continue
         top = max(abs(facts.minimum), abs(facts.maximum))
         if facts.unique <= 3 and top == 1 and facts.minimum == -1:
@@ -69,6 +70,18 @@ _BAD_SCALES: dict[str, Callable[[Tensor], bool]] = {
     "scales that are zero": lambda scales: bool((scales == 0).any()),
     "negative scales": lambda scales: bool((scales < 0).any()),
 }
+
+
+def not_decoded(dense: Mapping[str, Stored]) -> list[Trap]:
+    """Tensors of a block type that their container names and nobody here reads."""
+    found: dict[str, list[str]] = {}
+    for name, stored in dense.items():
+        if stored.dtype not in DTYPES:
+            found.setdefault(stored.dtype, []).append(name)
+    return [
+        Trap(kind="declaration", text=f"{kind} is not decoded here", tensors=tuple(names))
+        for kind, names in found.items()
+    ]
 
 
 def scales(items: Sequence[Packed]) -> list[Trap]:
