@@ -87,8 +87,12 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: venv
+bench: $(VENV)/.installed-bench
 	$(BIN)/python -m pytest tests/bench --override-ini addopts='--import-mode=importlib --strict-markers -s' --benchmark-only
+
+$(VENV)/.installed-bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,lint,bench]'
+	@touch $@
 
 format: venv
 	$(BIN)/ruff check --fix .

@@ -17,8 +17,8 @@ from reconcile.weight import QuantizedWeight, Shape
 from reconcile_kernels.mxfp8_npu.layout import Buffers, pack, unpack
 from reconcile_kernels.mxfp8_npu.quantise import quantise
 
-ROWS = 128
-"""Rows that are in float32 at a time."""
+ROWS = 32
+"""Rows that are in float32 at a time: one MiB of K = 8192, which a cache holds."""
 MX_FORMAT = "mxfp8_e4m3"
 BLOCK_FORMATS = ("fp8_e4m3_block", "fp8_e4m3_block_e8m0")
 RULES = {0: "ascend_0", 1: "ascend_1"}
