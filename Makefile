@@ -8,8 +8,11 @@ STAMP := $(VENV)/.installed
 MAKEFLAGS += --no-print-directory
 
 VLLM := .venvs/vllm
+NPU := .venvs/npu
+TORCHAO := .venvs/torchao
+ON_NPU := TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU)/stubs
 
-.PHONY: venv run test test-slow triton test-triton e2e picture test-amx vllm vllm-cases lint bench format clean
+.PHONY: venv run test test-slow triton test-triton e2e picture test-amx vllm vllm-cases npu npu-cases lint bench format clean
 
 run: venv
 	$(BIN)/reconcile run
@@ -53,6 +56,26 @@ vllm-cases: venv vllm
 	  $(BIN)/reconcile compare .reconcile/vllm/$$case/reference .reconcile/vllm/$$case/candidate --out .reconcile/vllm/$$case/report || test $$? = 1 || exit; \
 	done
 
+# torch_npu's schemas and vllm-ascend's classes on a machine without an NPU: its operators run on the
+# CPU (reconcile_kernels/mxfp8_npu/registered.py), its libraries are stubs. Not needed by `run` or `test`.
+npu: $(NPU)/.installed
+
+$(NPU)/.installed: .ci/npu_stubs.py pyproject.toml constraints.txt
+	@test -x $(NPU)/bin/python || $(PYTHON) -m venv $(NPU)
+	$(NPU)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0 torch-npu==2.13.0 pyyaml 'setuptools<81' setuptools-scm wheel cmake pybind11 psutil
+	SOC_VERSION=ascend910b1 COMPILE_CUSTOM_KERNELS=0 $(NPU)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation vllm-ascend==0.23.0.post1
+	$(NPU)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt pytest pytest-benchmark ml_dtypes --editable .
+	$(NPU)/bin/python .ci/npu_stubs.py $$($(NPU)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') $(NPU)/stubs
+	@touch $@
+
+# vllm-ascend's own linear method as the candidate: its half runs in its environment, the rest here.
+npu-cases: venv npu
+	$(ON_NPU) $(NPU)/bin/python -m pytest tests/op/test_npu_environment.py
+	rm -rf .reconcile/npu
+	$(BIN)/reconcile capture tiny-mxfp8-native --side reference --kernel vllm_ascend.mxfp8 -o .reconcile/npu/reference
+	$(ON_NPU) $(NPU)/bin/reconcile capture tiny-mxfp8-native --side candidate --kernel vllm_ascend.mxfp8 --inputs .reconcile/npu/reference -o .reconcile/npu/candidate
+	$(BIN)/reconcile compare .reconcile/npu/reference .reconcile/npu/candidate --out .reconcile/npu/report
+
 # reports in a real browser: Debian's Chromium, which is installed where apt-get can
 e2e: $(VENV)/.installed-e2e
 	@tests/e2e/chromium.sh
@@ -87,11 +110,13 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed-bench
-	$(BIN)/python -m pytest tests/bench --override-ini addopts='--import-mode=importlib --strict-markers -s' --benchmark-only
+bench: venv $(TORCHAO)/.installed
+	$(BIN)/python -m pytest tests/bench --ignore tests/bench/test_mx_bench.py --override-ini addopts='--import-mode=importlib --strict-markers -s' --benchmark-only
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest tests/bench/test_mx_bench.py --override-ini addopts='--import-mode=importlib --strict-markers -s' --benchmark-only
 
-$(VENV)/.installed-bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,lint,bench]'
+# The peer of the MXFP8 quantiser lies apart: transformers imports it wherever it finds it.
+$(TORCHAO)/.installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TORCHAO) torchao==0.18.0
 	@touch $@
 
 format: venv

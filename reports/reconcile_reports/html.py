@@ -5,7 +5,16 @@ from __future__ import annotations
 from markupsafe import Markup
 
 from reconcile.report import Report, Verdict
-from reconcile_reports import depth, detail, funnel_map, model_level, reproduce, story, summary
+from reconcile_reports import (
+    depth,
+    detail,
+    funnel_map,
+    loading,
+    model_level,
+    reproduce,
+    story,
+    summary,
+)
 from reconcile_reports.page import render_page
 from reconcile_reports.picture import Picture, depth_picture
 from reconcile_reports.rows_table import FOLDED, rows_table
@@ -23,6 +32,7 @@ def render(report: Report) -> str:
         "html.jinja",
         report=report,
         summary=summary,
+        loading=loading,
         story=story,
         detail=detail,
         verdicts=tuple(Verdict),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from reconcile.report import Report, Row, Verdict
-from reconcile_reports import story, summary
+from reconcile_reports import loading, story, summary
 from reconcile_reports.wording import cut, number, one_line, plural, shape
 
 FILENAME: str | None = "summary.md"
@@ -31,6 +31,7 @@ def render(report: Report) -> str:
         _emulated(report),
         _divergence(report),
         _counts(report),
+        _loading(report),
         _failing(report),
         _coverage(report),
         _bullets("Not checked", [escape(text) for text in story.not_checked(report)]),
@@ -139,6 +140,14 @@ def _counts(report: Report) -> str:
     total = report.counts()
     lines.append(["all", *(str(total[verdict.value]) for verdict in Verdict)])
     return _table(["level", *(verdict.value for verdict in Verdict)], lines)
+
+
+def _loading(report: Report) -> str:
+    """What loading did to the weights, where a kernel shows it."""
+    found = loading.steps(report)
+    if not found:
+        return ""
+    return _table(list(loading.HEADER), [[escape(cell) for cell in step.cells] for step in found])
 
 
 def _failing(report: Report) -> str:

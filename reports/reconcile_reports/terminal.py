@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from reconcile.report import Report, Row, Verdict
-from reconcile_reports import story, summary
+from reconcile_reports import loading, story, summary
 from reconcile_reports.wording import cut, number, one_line, plural, shape
 
 FILENAME: str | None = None
@@ -37,6 +37,7 @@ def render(report: Report) -> str:
         *_divergence(report),
         "",
         *_counts(report),
+        *labelled("loading", loading.lines(report)),
         *labelled("coverage", [summary.coverage_text(report), *_missing(report)]),
         *labelled("worst utilisation", _worst(report)),
         *labelled("ran as", _ran_as(report)),

@@ -1,13 +1,14 @@
 """The native MXFP8 quantiser beside torchao's `to_mx`; memory of resolving and requantising.
 
     make bench                                    # or only this file:
-    python -m pytest tests/bench/test_mx_bench.py -s --benchmark-only \
+    PYTHONPATH=.venvs/torchao python -m pytest tests/bench/test_mx_bench.py -s --benchmark-only \
         --override-ini addopts=--import-mode=importlib
 
-torchao is in the extra ``bench``. Every round times both, one after the other, with the same
-number of threads; the ratio is the median over the rounds of the ratio within a round. Codes and
-bytes are compared in the same run. Memory is the peak of a process of its own over its level
-before. Nothing is asserted about times.
+torchao lies in a folder of its own, which `make bench` fills. Every round times both, one after
+the other, with the same number of threads, by the processor's time of this process; the ratio is
+the median over the rounds of the ratio within a round. Codes and bytes are compared in the same
+run. Memory is the peak of a process of its own over its level before. Nothing is asserted about
+times.
 """
 
 import os
@@ -28,9 +29,10 @@ MODES = {"floor": "FLOOR", "rceil": "RCEIL"}
 
 
 def seconds(call):
-    started = time.perf_counter()
+    """Processor's time of this process: the cores are shared."""
+    started = time.process_time()
     call()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 @pytest.fixture
