@@ -8,6 +8,7 @@ from reconcile import registry
 from reconcile.diagnosis import (
     codes,
     layouts,
+    microscaling,
     misread,
     offsets,
     outputs,
@@ -20,6 +21,7 @@ from reconcile.diagnosis.hypothesis import Hypothesis
 OURS: tuple[Hypothesis, ...] = (
     *misread.HYPOTHESES,
     *scales.HYPOTHESES,
+    *microscaling.HYPOTHESES,
     *ratios.HYPOTHESES,
     *codes.HYPOTHESES,
     *offsets.HYPOTHESES,

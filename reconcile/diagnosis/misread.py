@@ -9,11 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from reconcile import mx
 from reconcile.contract import DTYPES
 from reconcile.diagnosis.evidence import LinearEvidence
 from reconcile.diagnosis.hypothesis import named, parameters
 from reconcile.diagnosis.model import Fit, LinearModel
 from reconcile.exceptions import FormatError
+from reconcile.linears import is_mx
 from reconcile.rounding import round_to
 from reconcile.weight import QuantizedWeight
 
@@ -42,11 +44,13 @@ CAUSES = (
 
 
 def under_contract(values: Tensor, base: LinearModel) -> Tensor:
-    """Decoded values after the rounding that the contract declares, as the reference does it."""
-    if base.contract.weight_rounding is None:
-        return values
-    narrow = DTYPES[base.contract.weight_rounding]
-    return round_to(values.float().double(), narrow).double()
+    """Decoded values after what the contract declares is done to them, as the reference does it."""
+    contract = base.contract
+    if contract.weight_rounding is not None:
+        values = round_to(values.float().double(), DTYPES[contract.weight_rounding]).double()
+    if contract.weight_requantised is not None:
+        values = mx.quantise(values, mx.named(contract.weight_requantised)).dequantize()
+    return values
 
 
 @named(*CAUSES)
@@ -56,7 +60,12 @@ def misreadings(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     if not isinstance(weight, QuantizedWeight) or base.weight is not evidence.right.weight:
         return
     for misreading in weight.format.misreadings:
-        values = under_contract(misreading.read(weight), base)
+        read = misreading.read(weight)
+        values = (
+            read
+            if is_mx(weight) and base.contract.weight_requantised
+            else under_contract(read, base)
+        )
         if torch.equal(values, base.weight):
             continue
         found = parameters(misreading=misreading.name)

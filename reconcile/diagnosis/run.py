@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from reconcile.diagnosis.groups import diagnose_groups
 from reconcile.diagnosis.linear import NUMERIC, Failure, diagnose_failure, note
 from reconcile.diagnosis.modules import diagnose_modules
 from reconcile.grouped import GroupedWeight
@@ -77,8 +78,12 @@ def _op(
     if isolated and (other := _another_op(module, c, r)) is not None:
         return (other,)
     weight = plan.checkpoint.weights[module]
-    if isinstance(weight, GroupedWeight) or plan.engine is None:
+    if plan.engine is None:
         return ()
+    if isinstance(weight, GroupedWeight):
+        if row.shape[1:2] == (1,):  # one row alone of each group
+            return ()
+        return diagnose_groups(weight, plan.arithmetic.at(row.shape[1]), x.to(plan.dtype), y)
     others = _outputs(ours, module, row.pass_)
     flat, out = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     if row.shape and row.shape[0] == 1 and len(flat) > 1:

@@ -102,19 +102,32 @@ def bytes_as_numbers(x, a, w, b):
 
 
 def nan_byte_as_infinity(x, a, w, b):
-    """Byte 255 shifted into a float32's exponent: infinity, which a zero code turns to NaN."""
-    y = operators.grouped_product(x, w, a, torch.where(b == 255, 127, b))
-    spoilt = (b == 255).transpose(0, 1).flatten(-2).any(-1)
-    return torch.where(spoilt[None], torch.inf, y)
+    """Byte 255 shifted into a float32's exponent: 2^128, infinity."""
+    left, right = a.flatten(-2), b.transpose(0, 1).flatten(-2)
+    total = torch.zeros(x.shape[0], w.shape[1])
+    for group, start in enumerate(range(0, x.shape[1], 32)):
+        part = x.float()[:, start : start + 32] @ w.float()[start : start + 32]
+        byte = right[None, :, group]
+        factor = torch.where(byte == 255, torch.inf, mx.e8m0(byte))
+        total += (part.double() * mx.e8m0(left[:, group, None]) * factor).float()
+    return total
 
 
-def groups_along_n(weight):
-    """32 rows share a byte of each column."""
-    dense = resolved(weight)
-    codes, scales = quantise(dense.T.contiguous(), "ascend_0")
-    spread = scales.repeat_interleave(32, -1)[:, : dense.shape[0]].T.contiguous()
-    k = dense.shape[1]
-    return codes.T.contiguous(), spread[:, torch.arange(0, k, 32)].contiguous()
+@dataclass(frozen=True, kw_only=True)
+class GroupsAlongN(Stages):
+    """The weight quantised in groups of 32 rows, and multiplied as such."""
+
+    def prepare(self, weight, engine):
+        dense = resolved(weight).T.contiguous()
+        codes, scales = quantise(dense, "ascend_0")
+        return mx.Mx(codes=codes, scales=scales).dequantize().float()
+
+    def apply(self, x, prepared, bias=None):
+        rows = x.reshape(-1, x.shape[-1])
+        codes, pairs = self.quantise(rows)
+        scales = layout.unpaired(pairs, x.shape[-1])
+        wide = mx.Mx(codes=codes.view(torch.uint8), scales=scales).dequantize().float()
+        return (wide @ prepared).to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
 def pairs_swapped(codes, scales):
@@ -220,12 +233,14 @@ MUTANTS = (
         form="mxfp8_e4m3",
         product=bytes_as_numbers,
     ),
-    mutant(
-        "groups_along_n",
-        ("scale_axis",),
-        "OCP MX v1.0, section 5.1: the shared dimension is the one that is summed over",
-        "the weight is quantised in groups of 32 rows, not of 32 columns",
-        load=groups_along_n,
+    Mutant(
+        id="mxfp8/groups_along_n",
+        area="kernels",
+        source="OCP MX v1.0, section 5.1: the shared dimension is the one that is summed over",
+        patch="the weight is quantised in groups of 32 rows, not of 32 columns",
+        trial=OpTrial(faulty=GroupsAlongN(), clean=RIGHT, weight=weight("fp8_e4m3_block", EVEN)),
+        op=OP,
+        causes=("scale_axis",),
     ),
     mutant(
         "pair_order",
@@ -258,7 +273,7 @@ MUTANTS = (
     ),
     mutant(
         "byte_255_as_infinity",
-        ("nan_codes",),
+        ("nan_codes", "bytes_as_numbers"),
         "vLLM, sglang and transformers read the E8M0 byte 255 as 2^128",
         "the byte 255 of the weight is infinity, not NaN",
         form="mxfp8_e4m3",
