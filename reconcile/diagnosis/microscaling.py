@@ -135,4 +135,23 @@ def _shared(rule: mx.MxRule, whole: bool) -> Map:
     return quantise
 
 
-HYPOTHESES = (bytes_misplaced, made_otherwise, one_activation_byte)
+@named("nan_codes", cost=1)
+def nan_as_infinity(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
+    """The byte 255 read as 2^128, an infinity of float32; here a number beyond every output's dtype.
+
+    Of an impulse in another group nothing is known: there it is 0 times an infinity.
+    """
+    found = quantised(evidence.weight, base)
+    if found is None or not bool((found.scales == mx.NAN_BYTE).any()):
+        return
+    scales = mx.e8m0(found.scales).nan_to_num(nan=2.0**500)
+    values = found.codes.view(torch.float8_e4m3fn).double()
+    spread = scales.repeat_interleave(mx.GROUP, 1)[:, : values.shape[1]]
+    yield Fit(
+        "nan_codes",
+        replace(base, weight=values * spread, rows_only=True),
+        "the scale byte 255 is read as 2^128, an infinity, and not as NaN",
+    )
+
+
+HYPOTHESES = (bytes_misplaced, made_otherwise, one_activation_byte, nan_as_infinity)

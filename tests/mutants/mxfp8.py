@@ -220,7 +220,7 @@ def mutant(name, causes, source, patch, *, form="fp8_e4m3_block", shape=EVEN, **
 MUTANTS = (
     mutant(
         "e8m0_bias",
-        ("scale_exponent_bias", "constant_ratio"),
+        ("scale_exponent_bias", "exponent_bias", "constant_ratio"),  # everything is halved
         "NVIDIA/TransformerEngine#3262: an exponent bias off by one",
         "every byte of the weight is one too small",
         load=bias_off_by_one,
