@@ -137,7 +137,7 @@ def _shared(rule: mx.MxRule, whole: bool) -> Map:
 
 @named("nan_codes", cost=1)
 def nan_as_infinity(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
-    """The byte 255 read as 2^128, an infinity of float32; here a number beyond every output's dtype.
+    """The byte 255 read as 2^128, infinity in float32; here a number beyond any output's dtype.
 
     Of an impulse in another group nothing is known: there it is 0 times an infinity.
     """
