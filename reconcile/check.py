@@ -364,7 +364,7 @@ def _run(subject: _Subject, probe: Probe) -> tuple[Row | None, Failed | None]:
     prepared, reference = subject.ready(probe.weight)
     contract = subject.contract.at(m)
     call = repeated(prepared, probe.x, subject.repeats, contract.deterministic)
-    if call.reason is Reason.NOT_RUN and probe.synthetic:
+    if call.reason in (Reason.NOT_RUN, Reason.FELL_BACK) and probe.synthetic:
         return None, None
     if call.output is None:
         finding = Finding({}, reason=call.reason or Reason.RAISED, text=call.text)

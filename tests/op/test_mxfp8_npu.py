@@ -427,7 +427,6 @@ def test_which_scale_alg_is_taken(model, generation, algorithm):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"k": 80}, "K = 80 is no multiple of 32: dense"),
         ({"format": "fp8_e4m3_tensor"}, "reads fp8_e4m3_block"),
         ({"activation_dtype": torch.float16}, "x must be bfloat16 or float32"),
     ],
@@ -444,6 +443,19 @@ def test_what_the_kernel_declines(spec, said):
     support = KERNEL.can_implement(LinearSpec(**plain | spec))
     assert not support
     assert said in support.reason
+
+
+@pytest.mark.parametrize("form", ["fp8_e4m3_block", "mxfp8_e4m3"])
+def test_a_layer_of_no_whole_groups_runs_dense_and_says_so(form):
+    weight = weight_of(form, (48, 80))
+    report = reconcile.check_linear(KERNEL, weight, probes=("bound",), batch_sizes=(4,))
+    (row,) = report.rows
+    assert (row.verdict, row.reason) == ("INCONCLUSIVE", "fell_back")
+    assert "K = 80 is no multiple of 32: dense in the model's dtype" in row.text
+    x = torch.randn(3, 80, generator=torch.Generator().manual_seed(7)).bfloat16()
+    dense = weight.dequantize(torch.float32).bfloat16()
+    y = KERNEL.apply(x, KERNEL.prepare(weight, NPU_EMULATED))
+    assert torch.equal(y, torch.nn.functional.linear(x, dense))
 
 
 def test_without_an_npu_the_engine_says_why():

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from reconcile.contract import Contract
 from reconcile.exceptions import KernelError
+from reconcile.fallback import fell_back
 from reconcile.grouped import GroupedWeight
 from reconcile.kernel import Engine, LinearSpec, Stage, Support
 from reconcile.mx import GROUP
@@ -21,7 +23,7 @@ from reconcile_kernels.mxfp8_npu import operators
 from reconcile_kernels.mxfp8_npu.experts import PreparedExperts, expert, prepare_experts
 from reconcile_kernels.mxfp8_npu.fallback import ASCEND_950, decide
 from reconcile_kernels.mxfp8_npu.layout import Buffers, as_float8, pack
-from reconcile_kernels.mxfp8_npu.load import BLOCK_FORMATS, MX_FORMAT, load, stages
+from reconcile_kernels.mxfp8_npu.load import BLOCK_FORMATS, MX_FORMAT, load, resolved, stages
 
 NPU = Engine("npu", implementation="vendor")
 """torch_npu's operators on an Ascend 950."""
@@ -43,6 +45,28 @@ class PreparedMx:
     def k(self) -> int:
         """Input features."""
         return self.codes.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedDense:
+    """A layer that runs unquantised: another arithmetic than the contract's."""
+
+    weight: Tensor
+    """bfloat16 [N, K]."""
+    reason: str
+    engine: Engine
+
+    @property
+    def k(self) -> int:
+        """Input features."""
+        return self.weight.shape[1]
+
+
+def _dense(x: Tensor, prepared: PreparedDense, bias: Tensor | None) -> Tensor:
+    """The unquantised product in the dtype of x, which is said to be that."""
+    fell_back(prepared.reason)
+    own = None if bias is None else bias.to(x.dtype)
+    return functional.linear(x, prepared.weight.to(x.dtype), own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +105,7 @@ class Mxfp8Linear:
         return npu_device() if engine == NPU else Support(False, f"no engine {engine.name!r}")
 
     def can_implement(self, spec: LinearSpec) -> Support:
-        """MXFP8 needs whole groups of 32 along K; what has not runs dense on Ascend, not here."""
+        """MXFP8 needs whole groups of 32 along K; what has not runs dense, and says so."""
         if spec.format not in self.formats:
             return Support(False, f"{self.name} reads {', '.join(self.formats)}, not {spec.format}")
         if spec.activation_dtype not in (torch.bfloat16, torch.float32):
@@ -91,14 +115,13 @@ class Mxfp8Linear:
             return Support(False, f"{self.name}: {text}")
         found = decide("", (spec.n, spec.k), ASCEND_950)
         if found.kind == "dense":
-            hint = "leave the module out of `modules` to have it dense here too"
-            return Support(False, f"{self.name}: {found.reason}; {hint}")
+            return Support(True, f"{self.name}: {found.reason}")
         return Support(True, f"{spec.format}, N={spec.n}, K={spec.k}, scale_alg {self.scale_alg}")
 
     def prepare(
         self, weight: QuantizedWeight | GroupedWeight, engine: Engine
-    ) -> PreparedMx | PreparedExperts:
-        """Resolve, quantise, repack; the packed tensors alone are kept.
+    ) -> PreparedMx | PreparedExperts | PreparedDense:
+        """Resolve, quantise, repack; the packed tensors alone are kept. See `decide` for dense.
 
         Raises:
             KernelError: another format, or an engine that does not run here.
@@ -109,6 +132,9 @@ class Mxfp8Linear:
             raise KernelError(f"{self.name}: {support.reason}")
         if isinstance(weight, GroupedWeight):
             return prepare_experts(weight, self.scale_alg, engine)
+        decision = decide(weight.name, weight.shape, ASCEND_950)
+        if decision.kind == "dense":
+            return PreparedDense(weight=resolved(weight), reason=decision.reason, engine=engine)
         buffers = Buffers()
         buffers.load(*pack(*load(weight, self.scale_alg)))
         assert buffers.codes is not None
@@ -120,12 +146,14 @@ class Mxfp8Linear:
 
     def stages(self, weight: QuantizedWeight, engine: Engine) -> Iterator[Stage]:  # noqa: ARG002
         """What `prepare` does to the weight, step by step."""
+        if decide(weight.name, weight.shape, ASCEND_950).kind == "dense":
+            return iter([Stage(name="resolve", values=resolved(weight), facts={"runs": "dense"})])
         return stages(weight, self.scale_alg)
 
     def apply(
         self,
         x: Tensor | tuple[Tensor, Tensor],
-        prepared: PreparedMx | PreparedExperts,
+        prepared: PreparedMx | PreparedExperts | PreparedDense,
         bias: Tensor | None = None,
     ) -> Tensor:
         """Y [..., N] in the dtype of x [..., K]; of experts [E, M, N] for x [E, M, K].
@@ -144,6 +172,8 @@ class Mxfp8Linear:
             raise KernelError(
                 f"{self.name}: expected x [..., {prepared.k}], got {list(given.shape)}"
             )
+        if isinstance(prepared, PreparedDense):
+            return _dense(given, prepared, bias)
         if isinstance(prepared, PreparedExperts):
             return self._experts(given, prepared, bias)
         ops = _operators(prepared.engine)

@@ -126,13 +126,20 @@ def load(weight: QuantizedWeight, scale_alg: int) -> tuple[Tensor, Tensor]:
     return codes, requantise_into(codes, weight.codes, scales, block, scale_alg, torch.bfloat16)
 
 
+def resolved(weight: QuantizedWeight) -> Tensor:
+    """The dense weight in bfloat16, [N, K]; a stored MXFP8 one decoded."""
+    if weight.format.name == MX_FORMAT:
+        return _decoded(weight.codes, weight.scales.view(torch.uint8)).to(torch.bfloat16)
+    assert weight.format.block is not None
+    return resolve_block_scales(weight.codes, source_scales(weight), weight.format.block)
+
+
 def stages(weight: QuantizedWeight, scale_alg: int) -> Iterator[Stage]:
     """The same, step by step, each step's weight decoded for inspection."""
     if weight.format.name == MX_FORMAT:
         codes, scales = load(weight, scale_alg)
     else:
-        assert weight.format.block is not None
-        dense = resolve_block_scales(weight.codes, source_scales(weight), weight.format.block)
+        dense = resolved(weight)
         yield Stage(name="resolve", values=dense, facts={"dtype": "bfloat16"})
         codes, scales = quantise(dense, RULES[scale_alg])
         yield Stage(name="requantise", values=_decoded(codes, scales), facts=_bytes(scales))
