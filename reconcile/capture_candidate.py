@@ -35,6 +35,7 @@ from reconcile.grouped import (
     to_kernel,
     to_module,
 )
+from reconcile.norms import call_norms
 from reconcile.passes import Stream, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_from_facts, record_to_facts
@@ -99,6 +100,8 @@ def capture_candidate(
                 if wanted & {"op", "module", "model"}:
                     progress("model")
                     trace.passes.append(_chain(plan, model, ops, ready, free_stream, step))
+        if "module" in wanted:
+            trace.passes.append(call_norms(model, plan.dtype, plan.dtype))
         if plan.task is not None and "model" in wanted and "task" in reference.facts:
             progress("task")
             trace.facts["task"] = _task(plan, model)

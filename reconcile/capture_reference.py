@@ -25,6 +25,7 @@ from reconcile.grouped import Reference, StoredWeight, baseline_linear, referenc
 from reconcile.limits import gamma
 from reconcile.metrics import nmse
 from reconcile.model_metrics import model_stats
+from reconcile.norms import call_norms
 from reconcile.passes import Stream, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_to_facts
@@ -63,6 +64,7 @@ def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
             streams = _Streams.over(plan, model, baseline)
             for step in plan.steps(ids):
                 trace.passes += _both_kinds(plan, model, ops, baseline, streams, step)
+        trace.passes.append(_norms(plan, model, baseline))
         task = _task(plan, model)
     trace.facts = {
         "plan": record_to_facts(plan.record()),
@@ -71,6 +73,16 @@ def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
         "weights": _weight_facts(plan),
     }
     return trace
+
+
+def _norms(plan: Plan, model: nn.Module, baseline: nn.Module) -> Pass:
+    """Every norm on small rows, and what plain torch loses there."""
+    with plan.checkpoint.precise(plan.reference_dtype):
+        exact = call_norms(model, plan.dtype, plan.reference_dtype)
+    plain = call_norms(baseline, plan.dtype, plan.dtype)
+    outputs = {tap: y for tap, y in plain.tensors.items() if tap.endswith(":out")}
+    exact.meta["baseline"] = {tap: _gated(y, exact.tensors[tap]) for tap, y in outputs.items()}
+    return exact
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,6 +295,10 @@ def _verdict_on_op(
 
 def _module_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
     """Layers, final norm and head on the reference's inputs; then every output of the free run."""
+    for key, (c, r) in sides.norms.items():
+        for tap in r.meta["baseline"]:
+            finding = _judge_norm(sides, tap, c, r)
+            yield sides.row(Level.MODULE, Tap.parse(tap), "small_rows", key, finding)
     for part in sides.record.parts:
         inside = sorted(name for name in failed if name.startswith(f"{part}."))
         for key, (c, r) in sides.isolated.items():
@@ -305,6 +309,15 @@ def _module_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
         for key, (c, r) in sides.chained.items():
             finding = _blocked(_judge_pair(sides, tap, c, r), sorted(failed))
             yield sides.row(Level.MODULE, Tap.parse(tap), "chained", key, finding)
+
+
+def _judge_norm(sides: Sides, tap: str, c: Pass, r: Pass) -> Finding:
+    """A norm on rows so small that its epsilon shows, against plain torch there."""
+    if tap not in c.tensors:
+        return _not_compared("the candidate has no such norm")
+    what = "on random rows of rms 2^-10, 2^-5 and 1"
+    baseline = r.meta["baseline"][tap]
+    return judge_baseline(c.tensors[tap], r.tensors[tap], baseline, sides.record.dtype, what)
 
 
 def _chained_taps(sides: Sides) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from reconcile.gallery import Gallery
 from reconcile.judge import Finding
 from reconcile.limits import tolerance_share
 from reconcile.metrics import error_stats
+from reconcile.norms import KIND as NORMS
 from reconcile.plan_record import PlanRecord, record_from_facts
 from reconcile.report import Level, Row, Verdict
 from reconcile.trace import Pass, Tap, Trace
@@ -36,6 +37,8 @@ class Sides:
     """By module: what the kernel's loading did to the weight, step by step."""
     isolated: Pairs
     chained: Pairs
+    norms: Pairs
+    """The one pass of norms on small rows, where both sides have it."""
     unpaired: tuple[tuple[str, str], ...]
     """(key, what is missing) of the passes that only one side has."""
     task: tuple[dict[str, Any], dict[str, Any]] | None = None
@@ -188,7 +191,8 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
     theirs_task = reference.facts.get("task")
     task = None if theirs_task is None else (candidate.facts.get("task", {}), theirs_task)
     names = tuple(order or ())
-    return Sides(ours, names, weights, stages, isolated, chained, unpaired, task)
+    norms, _ = _paired(reference, candidate, NORMS)
+    return Sides(ours, names, weights, stages, isolated, chained, norms, unpaired, task)
 
 
 def _check_parts(record: PlanRecord, reference: Trace) -> None:
@@ -199,6 +203,8 @@ def _check_parts(record: PlanRecord, reference: Trace) -> None:
             captured = {tap.module for tap in taps if tap.port.startswith("out")}
             named = {*record.modules, *record.parts}
             agree = captured <= named and set(record.parts) <= captured
+        elif item.kind == NORMS:
+            agree = bool(item.meta.get("baseline")) or not item.tensors
         else:
             agree = set(item.meta.get("gains", ())) == set(record.layers)
         if not agree:

@@ -1,15 +1,172 @@
-"""Modules that fail although their ops pass: diagnosed by varying the reference module."""
+"""Modules that fail although their ops pass: diagnosed by varying the reference module.
+
+The reference layer runs again on the very inputs that the candidate's got, with one common mistake
+at a time; how much of the error disappears is what the mistake explains.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from reconcile.diagnosis.engine import NONE_FITS, SURE
+from reconcile.diagnosis.norm_fits import diagnose_norm
+from reconcile.diagnosis.variations import variations, varied
+from reconcile.grouped import reference_linear
+from reconcile.norms import KIND
+from reconcile.passes import Stream
 from reconcile.plan import Plan
-from reconcile.report import Row
-from reconcile.trace import Trace
+from reconcile.ports import output_tap, ports
+from reconcile.report import Diagnosis, Level, Row, Verdict
+from reconcile.steps import Step
+from reconcile.taps import forced_inputs
+from reconcile.trace import Tap, Trace
+
+MOST = 3
+"""Distinct failing modules of one run that are diagnosed, the first ones."""
+SECONDS = 15.0
+"""Time after which no further variation is tried."""
+NAMES = ("layer_shift", "final_norm")
+"""Names that are given here, besides those of norms and variations."""
 
 
 def diagnose_modules(
     plan: Plan, reference: Trace, candidate: Trace, rows: tuple[Row, ...]
 ) -> tuple[Row, ...]:
-    """The rows with what explains the modules among them."""
-    del plan, reference, candidate
-    return rows
+    """The rows with what explains the modules that fail by themselves."""
+    known: dict[str, tuple[Diagnosis, ...]] = {}
+    bench: _Bench | None = None
+    done = []
+    for row in rows:
+        failing = row.level is Level.MODULE and row.verdict is Verdict.FAIL and row.stats
+        if not failing or row.check == "chained":
+            done.append(row)
+            continue
+        if row.tap not in known and len(known) < MOST:
+            if row.check == "small_rows":
+                known[row.tap] = _norm(plan, reference, candidate, row)
+            else:
+                bench = bench or _Bench.of(plan)
+                known[row.tap] = bench.diagnose(reference, candidate, row)
+        done.append(replace(row, diagnosis=known.get(row.tap, ())))
+    return tuple(done)
+
+
+def _norm(plan: Plan, reference: Trace, candidate: Trace, row: Row) -> tuple[Diagnosis, ...]:
+    r = reference.select(KIND)[row.pass_].tensors
+    c = candidate.select(KIND)[row.pass_].tensors
+    module = Tap.parse(row.tap).module
+    x = r[str(Tap(module, "in0"))]
+    found = diagnose_norm(x, c[row.tap], r[row.tap])
+    final = module == plan.checkpoint.structure.norm
+    return _ranked([_in_module(_named(item, final), module) for item in found])
+
+
+def _named(found: Diagnosis, final: bool) -> Diagnosis:
+    """The final norm left out is a convention of its own: hidden states before or after it."""
+    return replace(found, name="final_norm") if final and found.name == "norm_missing" else found
+
+
+def _in_module(found: Diagnosis, module: str) -> Diagnosis:
+    return replace(
+        found,
+        parameters=found.parameters | {"module": module},
+        text=f"{module}: {found.text}",
+    )
+
+
+def _ranked(found: Sequence[Diagnosis]) -> tuple[Diagnosis, ...]:
+    """Best and runner-up, or that none fits."""
+    best = sorted(found, key=lambda item: -item.explains)
+    if not best or best[0].explains < SURE:
+        text = f"none of {len(found)} variations of the module explains it"
+        if best and best[0].explains > 0:
+            text += f"; the best, {best[0].name}, explains {best[0].explains:.0%}: {best[0].text}"
+        share = max(0.0, best[0].explains) if best else 0.0
+        return (Diagnosis(name=NONE_FITS, explains=share, text=text),)
+    others = [item for item in best[1:] if item.name != best[0].name and item.explains > 0]
+    return (best[0], *(replace(item, role="runner_up") for item in others[:1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """The reference model, on which mistakes are tried."""
+
+    plan: Plan
+    model: nn.Module
+    until: float
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Bench:
+        model = plan.checkpoint.build(
+            plan.reference_dtype,
+            lambda _, weight: reference_linear(weight, plan.arithmetic, plan.reference_dtype),
+        )
+        return cls(plan, model, time.perf_counter() + SECONDS)
+
+    def diagnose(self, reference: Trace, candidate: Trace, row: Row) -> tuple[Diagnosis, ...]:
+        """Try every variation of a part on the inputs that it was given."""
+        step = self._step(row.pass_)
+        if step is None or step.phase == "decode":
+            return ()  # one token on top of a cache is not run again
+        r = reference.select("isolated")[row.pass_]
+        c = candidate.select("isolated")[row.pass_].tensors[row.tap].double()
+        right = r.tensors[row.tap].double()
+        part = Tap.parse(row.tap).module
+        given = ports(r, part, "in")
+        error = float((c - right).square().sum())
+        found = []
+        for name, where, text, y in self._tried(part, given, step):
+            if y.shape == c.shape and error > 0:
+                share = 1 - float((c - y.double()).square().sum()) / error
+                found.append(_diagnosis(name, where, text, share))
+        return _ranked(found)
+
+    def _step(self, key: str) -> Step | None:
+        steps = (step for ids in self.plan.prompts for step in self.plan.steps(ids))
+        return next((step for step in steps if step.key == key), None)
+
+    def _tried(
+        self, part: str, given: dict[str, Tensor], step: Step
+    ) -> Iterator[tuple[str, str, str, Tensor]]:
+        """Name, place, words and output of the part under each mistake."""
+        structure = self.plan.checkpoint.structure
+        if part == structure.norm:
+            yield "final_norm", part, "the final norm is left out", given["in0"]
+            again = self._run(part, part, given, step)
+            twice = self._run(part, part, given | {"in0": again}, step)
+            yield "final_norm", part, "the final norm is applied twice", twice
+        if part not in structure.layers:
+            return
+        layer = self.model.get_submodule(part)
+        for variation in variations(layer):
+            if time.perf_counter() > self.until:
+                return
+            with varied(layer, variation):
+                y = self._run(part, part, given, step)
+            yield variation.name, f"{part}.{variation.where}", variation.text, y
+        number = structure.layers.index(part)
+        for shift in (-1, 1):
+            if 0 <= number + shift < len(structure.layers):
+                other = structure.layers[number + shift]
+                y = self._run(other, other, given, step)
+                yield "layer_shift", part, f"computes what {other} should", y
+
+    def _run(self, part: str, fed: str, given: dict[str, Tensor], step: Step) -> Tensor:
+        """The output of a part on given inputs; the rest of the model runs as it does."""
+        stream = Stream(self.plan, self.model, precise=True)
+        with forced_inputs(self.model, {fed: given}, self.plan.reference_dtype):
+            recorded = stream.record(step, [part], inputs=False)
+        return recorded.tensors[output_tap(part, recorded)]
+
+
+def _diagnosis(name: str, where: str, text: str, share: float) -> Diagnosis:
+    return Diagnosis(
+        name=name,
+        explains=max(0.0, min(1.0, share)),
+        parameters={"module": where},
+        text=f"{where}: {text}",
+    )

@@ -75,7 +75,8 @@ def _op(
     name = str(Tap(module, "in0"))
     x = (r if isolated else c).tensors[name]
     y = c.tensors[str(Tap(module, "out"))]
-    if isolated and (other := _another_op(module, c, r)) is not None:
+    port = "out" if isolated else "ref.out"
+    if (other := _another_op(module, y, (r if isolated else c).tensors, port)) is not None:
         return (other,)
     weight = plan.checkpoint.weights[module]
     if plan.engine is None:
@@ -112,15 +113,17 @@ ALIKE = 1e-3
 """Share of the error energy that may remain where an output is that of another op."""
 
 
-def _another_op(module: str, c: Pass, r: Pass) -> Diagnosis | None:
+def _another_op(
+    module: str, output: Tensor, right: Mapping[str, Tensor], port: str
+) -> Diagnosis | None:
     """Whether the output is what a sibling with the same input should give."""
-    tap = str(Tap(module, "out"))
-    y, right = c.tensors[tap].double(), r.tensors[tap].double()
-    wrong = float((y - right).square().sum())
+    own = right[str(Tap(module, port))].double()
+    y = output.double()
+    wrong = float((y - own).square().sum())
     parent = module.rpartition(".")[0]
-    for name, other in r.tensors.items():
+    for name, other in right.items():
         sibling = Tap.parse(name)
-        if sibling.port != "out" or sibling.module == module or other.shape != y.shape:
+        if sibling.port != port or sibling.module == module or other.shape != y.shape:
             continue
         if sibling.module.rpartition(".")[0] != parent:
             continue

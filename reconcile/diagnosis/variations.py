@@ -1,0 +1,267 @@
+"""Variations of a reference layer: what it would compute with one common mistake.
+
+Each is a set of hooks on the reference model, so that the library's own code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Hooks = Callable[[nn.Module, ExitStack], None]
+"""Registers a mistake on a layer; what is entered on the stack is undone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """One mistake in one layer."""
+
+    name: str
+    """Name of the diagnosis."""
+    where: str
+    """Path inside the layer, for the report."""
+    text: str
+    hooks: Hooks
+
+
+@contextmanager
+def varied(layer: nn.Module, variation: Variation) -> Iterator[None]:
+    """The layer with the mistake while the block runs."""
+    with ExitStack() as stack:
+        variation.hooks(layer, stack)
+        yield
+
+
+def variations(layer: nn.Module) -> Iterator[Variation]:
+    """Every variation that the layer's modules allow."""
+    attention = _child(layer, "q_proj", "k_proj", "v_proj", "o_proj")
+    if attention is not None:
+        yield from _attention(*attention)
+    mlp = _child(layer, "gate_proj", "up_proj", "down_proj")
+    if mlp is not None:
+        name, _ = mlp
+        yield Variation(
+            "gate_up_order", name, "gate and up are swapped", _swapped(name, "gate_proj", "up_proj")
+        )
+        yield from _residuals(name, "the MLP")
+    for name, module in ((attention or ("", None)), (mlp or ("", None))):
+        for last in ("o_proj", "down_proj"):
+            if module is not None and hasattr(module, last):
+                for half in (0, 1):
+                    text = f"only half {half} of the sum over K of {last} is there"
+                    yield Variation("partial_sum", f"{name}.{last}", text, _half(name, last, half))
+
+
+def _child(layer: nn.Module, *parts: str) -> tuple[str, nn.Module] | None:
+    for name, module in layer.named_children():
+        if all(hasattr(module, part) for part in parts):
+            return name, module
+    return None
+
+
+def _attention(name: str, block: nn.Module) -> Iterator[Variation]:
+    for one, other in (("k_proj", "v_proj"), ("q_proj", "k_proj"), ("q_proj", "v_proj")):
+        text = f"{one[0]} and {other[0]} are swapped"
+        yield Variation("qkv_order", name, text, _swapped(name, one, other))
+    size = getattr(block, "head_dim", None)
+    if isinstance(size, int):
+        for pairs, text in (
+            (True, "RoPE rotates neighbours where halves are meant"),
+            (False, "RoPE rotates halves where neighbours are meant"),
+        ):
+            yield Variation("rope_pairing", name, text, _pairs(name, size, pairs))
+        groups = getattr(block, "num_key_value_groups", 1)
+        if groups > 1:
+            text = "key/value heads are tiled over the query heads, not repeated"
+            yield Variation("gqa_tiling", name, text, _tiled(name, size, groups))
+    yield Variation("mask", name, "no position is masked", _mask(name, "none"))
+    yield Variation("mask", name, "a position does not see itself", _mask(name, "strict"))
+    scale = getattr(block, "scaling", None)
+    if isinstance(scale, float):
+        for wrong, text in ((1.0, "is missing"), (scale * scale, "is applied twice")):
+            what = f"the scale of the attention scores {text}"
+            yield Variation("attention_scale", name, what, _attribute(name, "scaling", wrong))
+    yield from _residuals(name, "the attention")
+
+
+# --------------------------------------------------------------------------- hooks
+
+
+def _undo(stack: ExitStack, handle: torch.utils.hooks.RemovableHandle) -> None:
+    stack.callback(handle.remove)
+
+
+def _on_output(module: nn.Module, stack: ExitStack, change: Callable[[Tensor], Tensor]) -> None:
+    def hook(_: nn.Module, __: object, output: Any) -> Any:  # noqa: ANN401
+        if isinstance(output, tuple):
+            return (change(output[0]), *output[1:])
+        return change(output)
+
+    _undo(stack, module.register_forward_hook(hook))
+
+
+def _swapped(name: str, one: str, other: str) -> Hooks:
+    """Each gives the other's output, cut or repeated to its own width where they differ."""
+
+    def hooks(layer: nn.Module, stack: ExitStack) -> None:
+        block = layer.get_submodule(name)
+        first, second = block.get_submodule(one), block.get_submodule(other)
+        plain = {one: first.forward, other: second.forward}
+
+        def hook_of(source: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+            def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+                got = source(args[0])
+                return got if got.shape == output.shape else output
+
+            return hook
+
+        _undo(stack, first.register_forward_hook(hook_of(plain[other])))
+        _undo(stack, second.register_forward_hook(hook_of(plain[one])))
+
+    return hooks
+
+
+def _heads(x: Tensor, size: int) -> Tensor:
+    return x.reshape(*x.shape[:-1], -1, size) if x.shape[-1] != size else x
+
+
+def _pairs(name: str, size: int, pairs: bool) -> Hooks:
+    """Rotating pairs is rotating halves of permuted heads, and scores do not see the order."""
+    order = torch.arange(size).view(-1, 2).T.flatten()
+    order = order if pairs else order.argsort()
+
+    def change(y: Tensor) -> Tensor:
+        return _heads(y, size)[..., order].reshape(y.shape)
+
+    def hooks(layer: nn.Module, stack: ExitStack) -> None:
+        block = layer.get_submodule(name)
+        for letter in "qk":  # after the norm, where there is one: its weight stays in place
+            last = f"{letter}_norm" if hasattr(block, f"{letter}_norm") else f"{letter}_proj"
+            _on_output(block.get_submodule(last), stack, change)
+
+    return hooks
+
+
+def _tiled(name: str, size: int, groups: int) -> Hooks:
+    """Query head h meets key head h mod n: the query heads permuted there and back."""
+
+    def hooks(layer: nn.Module, stack: ExitStack) -> None:
+        block = layer.get_submodule(name)
+
+        def order_of(x: Tensor) -> Tensor:
+            heads = x.shape[-1] // size
+            return torch.arange(heads).view(groups, heads // groups).T.flatten()
+
+        def there(y: Tensor) -> Tensor:
+            return _heads(y, size)[..., order_of(y), :].reshape(y.shape)
+
+        def back(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x = args[0]
+            return (_heads(x, size)[..., order_of(x).argsort(), :].reshape(x.shape),)
+
+        _on_output(block.get_submodule("q_proj"), stack, there)
+        _undo(stack, block.get_submodule("o_proj").register_forward_pre_hook(back))
+
+    return hooks
+
+
+def _on_argument(name: str, argument: str, change: Callable[[Any], Any]) -> Hooks:
+    def hooks(layer: nn.Module, stack: ExitStack) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+            if kwargs.get(argument) is not None:
+                kwargs = kwargs | {argument: change(kwargs[argument])}
+            return args, kwargs
+
+        block = layer.get_submodule(name)
+        _undo(stack, block.register_forward_pre_hook(hook, with_kwargs=True))
+
+    return hooks
+
+
+def _mask(name: str, kind: str) -> Hooks:
+    def change(mask: Tensor) -> Tensor:
+        if kind == "none":
+            return torch.zeros_like(mask)
+        hidden = torch.finfo(mask.dtype).min
+        strict = mask.masked_fill(torch.eye(*mask.shape[-2:], dtype=torch.bool), hidden)
+        strict[..., 0, 0] = 0  # the first position has nothing else to see
+        return strict
+
+    return _on_argument(name, "attention_mask", change)
+
+
+def _attribute(name: str, attribute: str, value: float) -> Hooks:
+    def hooks(layer: nn.Module, stack: ExitStack) -> None:
+        block = layer.get_submodule(name)
+        stack.callback(setattr, block, attribute, getattr(block, attribute))
+        setattr(block, attribute, value)
+
+    return hooks
+
+
+def _residuals(name: str, what: str) -> Iterator[Variation]:
+    for diagnosis, sign, text in (
+        ("residual_missing", -1.0, f"the residual around {what} is missing"),
+        ("residual_doubled", 1.0, f"the residual around {what} is added twice"),
+    ):
+        yield Variation(diagnosis, name, text, _residual(name, sign))
+
+
+def _residual(name: str, sign: float) -> Hooks:
+    """The block's output and the stream before the norm in front of it, added or taken away."""
+
+    def hooks(layer: nn.Module, stack: ExitStack) -> None:
+        stream: list[Tensor] = []
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            stream.append(args[0] if args else kwargs["hidden_states"])
+
+        norm = _norm_before(layer, name)
+        _undo(stack, norm.register_forward_pre_hook(before, with_kwargs=True))
+        _on_output(layer.get_submodule(name), stack, lambda y: y + sign * stream[-1])
+
+    return hooks
+
+
+def _norm_before(layer: nn.Module, name: str) -> nn.Module:
+    """The norm that reads the stream which the block adds to."""
+    wanted = "input_layernorm" if hasattr(layer.get_submodule(name), "q_proj") else None
+    if wanted is not None:
+        return layer.get_submodule(wanted)
+    for candidate in ("pre_feedforward_layernorm", "post_attention_layernorm"):
+        if hasattr(layer, candidate):
+            return layer.get_submodule(candidate)
+    raise LookupError(f"no norm in front of {name}")
+
+
+def _half(name: str, last: str, half: int) -> Hooks:
+    def hooks(layer: nn.Module, stack: ExitStack) -> None:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x = args[0].clone()
+            middle = x.shape[-1] // 2
+            x[..., middle:] *= 1 - half
+            x[..., :middle] *= half
+            return (x,)
+
+        block = layer.get_submodule(name).get_submodule(last)
+        _undo(stack, block.register_forward_pre_hook(hook))
+
+    return hooks
+
+
+NAMES = (
+    "qkv_order",
+    "gate_up_order",
+    "rope_pairing",
+    "gqa_tiling",
+    "mask",
+    "attention_scale",
+    "residual_missing",
+    "residual_doubled",
+    "partial_sum",
+)

@@ -1,0 +1,167 @@
+"""Faults of the candidate's model outside its linears, on the embedded model: module and cause."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.qwen3 import modeling_qwen3
+
+import reconcile
+from reconcile.replay import KernelLinear
+from reconcile.report import Level, Verdict
+from reconcile_references.models import TransformersCheckpoint
+
+KERNEL = f"{Path(__file__).with_name('kernels.py')}:clean"
+LAYER = "model.layers.2"
+
+
+@pytest.fixture(scope="module")
+def session():
+    return reconcile.session()
+
+
+@pytest.fixture
+def run(session, monkeypatch):
+    """A run whose candidate is built with a fault; reference and plain torch are as they are."""
+
+    def call(break_model, levels=("op", "module")):
+        build = TransformersCheckpoint.build
+
+        def broken(self, dtype, make_linear):
+            model = build(self, dtype, make_linear)
+            if any(isinstance(module, KernelLinear) for module in model.modules()):
+                break_model(model.get_submodule(LAYER), model)
+            return model
+
+        session.plans(session.case)
+        session.run(kernel=KERNEL, levels=levels)  # the reference is captured and kept
+        monkeypatch.setattr(TransformersCheckpoint, "build", broken)
+        report = session.run(kernel=KERNEL, levels=levels)
+        assert report.verdict is Verdict.FAIL, report.explain()
+        return report.rows[report.first_divergence.row]
+
+    return call
+
+
+def changed(module, change):
+    module.register_forward_hook(lambda _, args, y: change(y, args))
+
+
+def epsilon(layer, model):
+    layer.input_layernorm.variance_epsilon = 1e-5
+
+
+def plus_one(layer, model):
+    norm = layer.post_attention_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight + 1, requires_grad=False)
+
+
+def swapped_modules(layer, model):
+    attention = layer.self_attn
+    attention.k_proj, attention.v_proj = attention.v_proj, attention.k_proj
+
+
+def swapped_after_the_split(layer, model):
+    """A fused qkv whose parts are taken in the order q, v, k."""
+    attention = layer.self_attn
+    forward = attention.forward
+
+    def swapped(*args, **kwargs):
+        k, v = attention.k_proj, attention.v_proj
+        kept = k.forward, v.forward
+        k.forward, v.forward = kept[1], kept[0]
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            k.forward, v.forward = kept
+
+    attention.forward = swapped
+
+
+def interleaved_rope(layer, model):
+    """Neighbours 2i and 2i + 1 are rotated, not i and i + 16."""
+
+    def rotated(x, cos, sin):
+        even, odd = x[..., 0::2], x[..., 1::2]
+        c, s = (t[:, None, :, :16] for t in (cos, sin))
+        return torch.stack([even * c - odd * s, odd * c + even * s], -1).flatten(-2)
+
+    forward = layer.self_attn.forward
+
+    def with_pairs(*args, **kwargs):
+        kept = modeling_qwen3.apply_rotary_pos_emb
+        modeling_qwen3.apply_rotary_pos_emb = lambda q, k, cos, sin, **_: (
+            rotated(q, cos, sin),
+            rotated(k, cos, sin),
+        )
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            modeling_qwen3.apply_rotary_pos_emb = kept
+
+    layer.self_attn.forward = with_pairs
+
+
+def no_mask(layer, model):
+    def hook(_, args, kwargs):
+        return args, kwargs | {"attention_mask": torch.zeros_like(kwargs["attention_mask"])}
+
+    layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def no_scale(layer, model):
+    layer.self_attn.scaling = 1.0
+
+
+def no_residual(layer, model):
+    streams = []
+    layer.post_attention_layernorm.register_forward_pre_hook(
+        lambda _, args: streams.append(args[0].clone())
+    )
+    layer.register_forward_hook(
+        lambda _, args, y: (
+            y - streams[-1] if isinstance(y, torch.Tensor) else (y[0] - streams[-1], *y[1:])
+        )
+    )
+
+
+def next_layer(layer, model):
+    layers = model.model.layers
+    layers[2], layers[3] = layers[3], layers[2]
+
+
+def norm_left_out(layer, model):
+    changed(model.model.norm, lambda y, args: args[0])
+
+
+MODULES = [
+    ("epsilon 1e-5", epsilon, "epsilon", f"{LAYER}.input_layernorm"),
+    ("1 + weight", plus_one, "norm_weight_plus_one", f"{LAYER}.post_attention_layernorm"),
+    ("k and v modules", swapped_modules, "qkv_order", f"{LAYER}.self_attn.k_proj"),
+    ("k and v split", swapped_after_the_split, "qkv_order", f"{LAYER}.self_attn.k_proj"),
+    ("RoPE pairs", interleaved_rope, "rope_pairing", f"{LAYER}.self_attn"),
+    ("no mask", no_mask, "mask", f"{LAYER}.self_attn"),
+    ("no scale", no_scale, "attention_scale", f"{LAYER}.self_attn"),
+    ("no residual", no_residual, "residual_missing", f"{LAYER}.mlp"),
+    ("final norm", norm_left_out, "final_norm", "model.norm"),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "fault", "name", "module"), MODULES, ids=[row[0] for row in MODULES]
+)
+def test_module_and_cause_are_named(run, what, fault, name, module):
+    first = run(fault)
+    found = [(d.role, d.name, d.explains, d.text) for d in first.diagnosis]
+    assert first.diagnosis, (first.level, first.tap, first.check, first.reason, first.text)
+    best = first.diagnosis[0]
+
+    assert (best.name, best.parameters.get("module")) == (name, module), (first.tap, found)
+    assert best.explains >= 0.9
+
+
+def test_the_epsilons_are_solved_for(run):
+    first = run(epsilon)
+    assert (first.level, first.check) == (Level.MODULE, "small_rows")
+    found = first.diagnosis[0].parameters
+    assert (found["epsilon"], found["reference"]) == (1e-5, 1e-6)
