@@ -13,7 +13,7 @@ from reconcile import accepted, reference_cache, registry
 from reconcile.capture_candidate import capture_candidate
 from reconcile.capture_reference import capture_reference
 from reconcile.case import LEVELS, Case, GateConfig, load_case
-from reconcile.diagnosis.run import diagnosed
+from reconcile.diagnosis.run import attached, diagnosed, keep
 from reconcile.exceptions import ConfigError, TraceError, nearest
 from reconcile.funnel import coverage, funnel
 from reconcile.gate import allowance, required_not_run
@@ -216,11 +216,20 @@ def _judge_candidate(
     return finding
 
 
+def keep_diagnoses(plan: Plan, reference: Trace, candidate: Trace) -> None:
+    """Judge a candidate's trace while kernel and model are here, and keep in it what explains it.
+
+    So a comparison elsewhere gives the rows that `run` gives.
+    """
+    rows, _, _ = _finding(reference, candidate)
+    keep(candidate, diagnosed(plan, reference, candidate, rows))
+
+
 def _finding(reference: Trace, candidate: Trace, levels: tuple[str, ...] | None = None) -> Finding:
     sides = pair(reference, candidate)
     if levels is not None:
         sides = replace(sides, record=replace(sides.record, levels=levels))
-    rows = funnel(sides)
+    rows = attached(candidate, funnel(sides))
     sources = (reference.provenance, candidate.provenance)
     return rows, coverage(sides, rows), tuple(source for source in sources if source)
 

@@ -21,7 +21,7 @@ from reconcile.commands.common import (
 from reconcile.exceptions import ConfigError
 from reconcile.plan import Plan
 from reconcile.report import ExitCode
-from reconcile.session import Session
+from reconcile.session import Session, keep_diagnoses
 from reconcile.threads import few_threads
 from reconcile.trace import Trace
 
@@ -52,6 +52,8 @@ def _capture(options: argparse.Namespace) -> int:
         else:
             reference = Trace.load(options.inputs)
             trace = capture_candidate(plan, reference, options.command_line, progress)
+            if plan.engine is not None:
+                keep_diagnoses(plan, reference, trace)
     trace.save(options.output)
     print(f"{options.side} trace of {len(trace.passes)} passes: {options.output}")
     if plan.engine is None and options.side == "candidate":

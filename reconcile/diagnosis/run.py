@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from reconcile.diagnosis.groups import diagnose_groups
@@ -41,6 +42,35 @@ def diagnosed(
         first = next(i for i, row in enumerate(rows) if row.verdict is Verdict.FAIL)
         noted = replace(rows[first], diagnosis=(note(error),))
         return (*rows[:first], noted, *rows[first + 1 :])
+
+
+FACT = "diagnoses"
+"""Where a candidate's trace keeps them: a comparison has neither kernel nor model."""
+_LIST = TypeAdapter(tuple[Diagnosis, ...])
+
+
+def keep(candidate: Trace, rows: Sequence[Row]) -> None:
+    """Write the rows' diagnoses into the candidate's trace, for `attached`."""
+    candidate.facts[FACT] = [
+        {"row": _place(row), "found": _LIST.dump_python(row.diagnosis, mode="json")}
+        for row in rows
+        if row.diagnosis
+    ]
+
+
+def attached(candidate: Trace, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The failing rows with the diagnoses that the candidate's trace keeps."""
+    kept = {tuple(item["row"]): item["found"] for item in candidate.facts.get(FACT, ())}
+    return tuple(
+        replace(row, diagnosis=_LIST.validate_python(kept[tuple(_place(row))]))
+        if row.verdict is Verdict.FAIL and tuple(_place(row)) in kept
+        else row
+        for row in rows
+    )
+
+
+def _place(row: Row) -> list[str]:
+    return [row.level.value, row.tap, row.check, row.pass_, "x".join(map(str, row.shape))]
 
 
 def _ops(plan: Plan, reference: Trace, candidate: Trace, rows: Sequence[Row]) -> tuple[Row, ...]:
