@@ -13,7 +13,7 @@ from reconcile.report import Diagnosis, Row
 MOST = 3
 """Distinct failures of one check that are diagnosed."""
 SECONDS = 4.0
-"""Time for all of them; the first one always has its turn."""
+"""Processor time for all of them; the first one always has its turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ def with_diagnoses(
     """
     known: dict[Hashable, tuple[Diagnosis, ...]] = {}
     done, left = [], 0
-    started = time.perf_counter()
+    started = time.process_time()
     for row, item in zip(rows, failed, strict=True):
         if item is None or row.reason not in NUMERIC:
             done.append(row)
             continue
         kind = item.broader if _names_a_cause(known.get(item.broader, ())) else item.kind
-        if kind not in known and _in_budget(len(known), time.perf_counter() - started):
+        if kind not in known and _in_budget(len(known), time.process_time() - started):
             known[kind] = diagnose_failure(item.failure)
         left += kind not in known
         done.append(replace(row, diagnosis=known.get(kind, ())))

@@ -28,7 +28,7 @@ PART = 0.1
 PER_PARAMETER = 1e-4
 """What a doubling of the number of fitted parameters must add to the share explained."""
 SECONDS = 6.0
-"""Time for fitting one row; hypotheses that had no turn are said."""
+"""Processor time for fitting one row; hypotheses that had no turn are said."""
 GENERAL = ("_ratio", "_offset", "code_table")
 """Names that say how, not why: they equal every special case and are no rival to it."""
 NONE_FITS = "none_fits"
@@ -108,7 +108,7 @@ def rank(
     for hypothesis in sorted(hypotheses, key=lambda item: item.last_resort):
         if hypothesis.last_resort and ranking.best >= ENOUGH:
             continue
-        if time.perf_counter() > until:
+        if time.process_time() > until:
             late.append(hypothesis.names[0])
             continue
         try:
@@ -134,7 +134,7 @@ def diagnose(
     evidence: LinearEvidence, hypotheses: Sequence[Hypothesis], seconds: float = SECONDS
 ) -> tuple[Diagnosis, ...]:
     """Cause, second cause where there are two, and runner-up; or that none fits."""
-    until = time.perf_counter() + seconds
+    until = time.process_time() + seconds
     if Energy.of(evidence, evidence.right).nothing:
         evidence = replace(evidence, slack=0.0)  # inside the bound, but leaning one way
     first = rank(evidence, evidence.right, hypotheses, until)

@@ -18,7 +18,7 @@ from reconcile.linears import reference_weight
 from reconcile.weight import QuantizedWeight
 
 READ_SECONDS = 2.0
-"""Time that reading the effective weight may take; what was not read by then is said."""
+"""Processor time that reading the effective weight may take; the share that was read is said."""
 READ_MOST = 1 << 20
 """At most this many elements of the effective weight are read."""
 WEIGHED = 1 << 18
@@ -159,13 +159,13 @@ def gather(
     plan = _impulses(weight, x.dtype)
     step = max(1, min(len(x), len(plan[0])))
     read: list[Tensor] = []
-    started = time.perf_counter()
+    started = time.process_time()
     for start in range(0, len(plan[0]), step):
         got = unbiased(_rows(plan, slice(start, start + step), x))
         if got is None:
             break
         read.append(got)
-        if time.perf_counter() - started > READ_SECONDS:
+        if time.process_time() - started > READ_SECONDS:
             break
     seen = torch.cat(read) if read else y.new_zeros((0, y.shape[-1]))
     columns, sizes = plan[0][: len(seen)], plan[1][: len(seen)]

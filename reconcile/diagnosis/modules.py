@@ -28,7 +28,7 @@ from reconcile.trace import Tap, Trace
 MOST = 3
 """Distinct failing modules of one run that are diagnosed, the first ones."""
 SECONDS = 15.0
-"""Time after which no further variation is tried."""
+"""Processor time after which no further variation is tried."""
 NAMES = ("layer_shift", "final_norm")
 """Names that are given here, besides those of norms and variations."""
 
@@ -105,7 +105,7 @@ class _Bench:
             plan.reference_dtype,
             lambda _, weight: reference_linear(weight, plan.arithmetic, plan.reference_dtype),
         )
-        return cls(plan, model, time.perf_counter() + SECONDS)
+        return cls(plan, model, time.process_time() + SECONDS)
 
     def diagnose(self, reference: Trace, candidate: Trace, row: Row) -> tuple[Diagnosis, ...]:
         """Try every variation of a part on the inputs that it was given."""
@@ -143,7 +143,7 @@ class _Bench:
             return
         layer = self.model.get_submodule(part)
         for variation in variations(layer):
-            if time.perf_counter() > self.until:
+            if time.process_time() > self.until:
                 return
             with varied(layer, variation):
                 y = self._run(part, part, given, step)

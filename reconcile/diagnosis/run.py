@@ -22,7 +22,7 @@ from reconcile.trace import Pass, Tap, Trace
 MOST_OPS = 3
 """Distinct failing ops of one run that are fitted, the first ones in execution order."""
 SECONDS = 12.0
-"""Time after which no further op is fitted."""
+"""Processor time after which no further op is fitted."""
 
 
 def diagnosed(
@@ -75,7 +75,7 @@ def _place(row: Row) -> list[str]:
 
 def _ops(plan: Plan, reference: Trace, candidate: Trace, rows: Sequence[Row]) -> tuple[Row, ...]:
     known: dict[str, tuple[Diagnosis, ...]] = {}
-    started = time.perf_counter()
+    started = time.process_time()
     done = []
     for row in rows:
         module = Tap.parse(row.tap).module
@@ -87,7 +87,7 @@ def _ops(plan: Plan, reference: Trace, candidate: Trace, rows: Sequence[Row]) ->
         ):
             done.append(row)
             continue
-        in_time = not known or time.perf_counter() - started < SECONDS
+        in_time = not known or time.process_time() - started < SECONDS
         if module not in known and len(known) < MOST_OPS and in_time:
             known[module] = _op(plan, reference, candidate, row, module)
         done.append(replace(row, diagnosis=known.get(module, ())))
