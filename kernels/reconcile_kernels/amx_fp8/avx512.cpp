@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int ROWS = 12;  // 24 sums, 2 weights and the decoder's tables fill the 32 registers
+constexpr int AHEAD = 8192;  // bytes of weights under way from memory, over all streams
 
 // What one number format of x does: its packed pair, and one step of the inner sum.
 struct BFloat16 {
@@ -78,7 +79,7 @@ void strip(const Call &call, const uint32_t *packed, int64_t m, int64_t n) {
 #pragma GCC unroll 8
       for (int b = 0; b < B; ++b) {
         __m512i left, right;
-        _mm_prefetch((const char *)w[b] + 2048, _MM_HINT_T0);
+        _mm_prefetch((const char *)w[b] + AHEAD / B, _MM_HINT_T0);
         decode(_mm512_loadu_si512(w[b]), left, right);
         w[b] += 64;
 #pragma GCC unroll 12
@@ -102,7 +103,7 @@ void strip(const Call &call, const uint32_t *packed, int64_t m, int64_t n) {
 // Blocks of columns at once: several streams of weights where the registers allow it.
 template <typename Number, int R>
 void strips(const Call &call, const uint32_t *x, int64_t m, int64_t begin, int64_t end) {
-  constexpr int B = R <= 2 ? 4 : R <= 5 ? 2 : 1;
+  constexpr int B = R <= 2 ? 4 : R <= 4 ? 3 : R == 5 ? 2 : 1;
   int64_t n = begin;
   for (; n + B * COLUMNS <= end; n += B * COLUMNS) strip<Number, R, B>(call, x, m, n);
   for (; n < end; n += COLUMNS) strip<Number, R, 1>(call, x, m, n);
