@@ -319,9 +319,6 @@ def test_a_clean_checkpoint_has_no_trap(tmp_path):
     assert inspect(d.in_house(tmp_path / "checkpoint")).traps == ()
 
 
-# --- the command ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def cli(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -332,6 +329,38 @@ def cli(capsys, monkeypatch, tmp_path):
         return code, said.out, said.err
 
     return run
+
+
+FLOAT8 = torch.float8_e4m3fn
+ODD = {
+    "codes in three dimensions": ({"a.weight": torch.zeros(4, 16, 8).byte()}, [], 2),
+    "nothing in it": ({"a.weight": torch.zeros(0, 5).byte(), "b.weight": torch.zeros(0)}, [], 0),
+    "scalars": ({"a.weight": torch.tensor(3.0), "b.weight": torch.tensor(3).byte()}, [], 0),
+    "other dtypes": ({"a": torch.ones(4, 4).bool(), "b": torch.arange(5)}, [], 0),
+    "one byte": ({"a.weight": torch.zeros(1, 1).byte(), "a.weight_scale": torch.ones(1)},
+                 ["ambiguous"], 2),
+    "words of 32 bits": ({"a.qweight": torch.arange(128).mul(15_485_863).int().reshape(16, 8)}, ["unexplained"], 2),
+    "a scale of three": ({"a.weight": torch.ones(8, 8).to(FLOAT8), "a.weight_scale": torch.ones(3)},
+                         ["unexplained"], 2),
+    "an empty scale": ({"a.weight": torch.ones(8, 8).byte(), "a.weight_scale": torch.ones(0)},
+                       ["unexplained"], 2),
+    "a scale in three dimensions": (
+        {"a.weight": torch.ones(8, 8).byte(), "a.weight_scale": torch.ones(1, 2, 3)},
+        ["unexplained"], 2,
+    ),
+    "no scale": ({"a.weight": torch.ones(8, 8).to(FLOAT8)}, ["likely"], 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_tensors_are_no_internal_error(cli, tmp_path, name):
+    tensors, confidences, code = ODD[name]
+    made = d.write(tmp_path / "checkpoint", tensors)
+    assert [str(layout.confidence) for layout in inspect(made).layouts] == confidences
+    assert cli("inspect", made, "--json", "x.json", "--write-doc", "x.md")[0] == code
+
+
+# --- the command ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [d.swapped, d.microsoft_gpu, lambda f: d.i2_s(f, flat(32))])

@@ -113,7 +113,9 @@ def scale_size(item: Packed) -> int:
 
 def has_parts(item: Packed) -> bool:
     """Whether the scales are one for each linear in the tensor, and more that are not used."""
-    return max(1, len(item.shards)) <= scale_size(item) <= PARTS and scale_size(item) > 1
+    count = scale_size(item)
+    flat = item.scale is not None and len(item.scale.shape) == 1
+    return flat and count > 1 and len(item.shards) <= count <= PARTS
 
 
 def own_scales(item: Packed) -> Tensor:
@@ -129,7 +131,9 @@ def scale_rule(item: Packed, shape: Shape) -> tuple[str, Shape | None] | None:
     if item.codes.declared.startswith("TQ"):
         return "block", (1, 256)
     size = scale_size(item)
-    if item.scale is None or size <= 1 or has_parts(item):
+    if item.scale is not None and not size:
+        return None
+    if item.scale is None or size == 1 or has_parts(item):
         return "tensor", None
     if size == shape[0] and len([s for s in item.scale.shape if s != 1]) <= 1:
         return "channel", None

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from reconcile_references.inspection.architecture import Architecture
 from reconcile_references.inspection.candidates import Packed, logical_shape, packings
 from reconcile_references.inspection.naming import Key, Place, by_shape, place, split_key
-from reconcile_references.inspection.source import DTYPES, Stored
-
-CODES = ("U8", "I8", "I32", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2")
-"""Dtypes of codes; a matrix in one of them is a quantised weight."""
+from reconcile_references.inspection.source import CODES, DTYPES, Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +80,7 @@ def _stem(name: str, key: Key) -> str:
 
 
 def _is_codes(stored: Stored, key: Key) -> bool:
-    if key.role not in ("weight", "other"):
+    if key.role not in ("weight", "other") or not stored.nbytes:
         return False
     return bool(stored.logical) or (stored.dtype in CODES and len(stored.shape) == 2)
 

@@ -40,6 +40,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 """torch dtype of each safetensors name."""
+CODES = ("U8", "I8", "I32", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2")
+"""Dtypes of codes; a matrix in one of them is a quantised weight."""
 _I2_S = 36
 """GGML type of bitnet.cpp; llama.cpp has retired the number."""
 CHUNK = 1 << 20

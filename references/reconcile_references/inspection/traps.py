@@ -15,7 +15,7 @@ from reconcile_references.inspection.architecture import Architecture
 from reconcile_references.inspection.candidates import Packed, own_scales, scale_size
 from reconcile_references.inspection.facts import Facts
 from reconcile_references.inspection.naming import split_key
-from reconcile_references.inspection.source import DTYPES, Stored
+from reconcile_references.inspection.source import CODES, DTYPES, Stored
 
 _TOPS: dict[float, str] = {
     448.0: "float8_e4m3fn codes",
@@ -78,6 +78,8 @@ def not_decoded(dense: Mapping[str, Stored]) -> list[Trap]:
     for name, stored in dense.items():
         if stored.dtype not in DTYPES:
             found.setdefault(stored.dtype, []).append(name)
+        elif stored.dtype in CODES and len(stored.shape) > 2:
+            found.setdefault(f"{stored.dtype} in {len(stored.shape)} dimensions", []).append(name)
     return [
         Trap(kind="declaration", text=f"{kind} is not decoded here", tensors=tuple(names))
         for kind, names in found.items()

@@ -198,7 +198,8 @@ def judge(
         if not refuted(leader, rival, guessing) and not alike(leader.candidate, rival.candidate)
     ]
     near = [rival for rival in open_ if not stray(leader, rival)]
-    confidence = _confidence(leader, rivals, open_, near)
+    witnessed = any(refuted(leader, rival, guessing) for rival in rivals)
+    confidence = _confidence(leader, witnessed, open_, near)
     return Layout(
         stems=tuple(stems),
         confidence=confidence,
@@ -210,9 +211,10 @@ def judge(
 
 
 def _confidence(
-    leader: Scored, rivals: Sequence[Scored], open_: Sequence[Scored], near: Sequence[Scored]
+    leader: Scored, witnessed: bool, open_: Sequence[Scored], near: Sequence[Scored]
 ) -> Confidence:
-    if rivals and not open_:
+    """``witnessed``: a twin or the model has refuted somebody."""
+    if witnessed and not open_:
         return Confidence.PROVED
     against = leader.asymmetry > LOPSIDED and any(
         rival.asymmetry < leader.asymmetry / 5 for rival in open_
