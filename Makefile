@@ -125,3 +125,7 @@ format: venv
 
 clean:
 	rm -rf $(VENV) .venvs .reconcile .pytest_cache .mypy_cache .ruff_cache .benchmarks build dist
+
+.PHONY: selftest
+selftest: venv
+	OMP_NUM_THREADS=1 $(BIN)/reconcile selftest --subset full --jobs 2

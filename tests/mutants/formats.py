@@ -320,12 +320,14 @@ SCALES = [
         "the scale of one block is 10 % too large", hard=True, numbers=scaled(one_block(1.1)),
     ),
     mutant(
-        "one_e8m0_off_by_one", "mxfp8_e4m3", ("block_ratio",),
+        # a ratio of two in one block is its exponent off by one: no output tells them apart
+        "one_e8m0_off_by_one", "mxfp8_e4m3", ("block_ratio", "scale_exponent_bias"),
         "microsoft/microxcaling#4: the shared exponent of a block differs by one",
         "one E8M0 exponent is one too large", hard=True, numbers=scaled(one_block(2.0)),
     ),
     mutant(
-        "e8m0_bias", "mxfp8_e4m3", ("scale_exponent_bias", "constant_ratio"),
+        # half of everything: the bias of the scales, of the codes, or a factor
+        "e8m0_bias", "mxfp8_e4m3", ("scale_exponent_bias", "exponent_bias", "constant_ratio"),
         "NVIDIA/TransformerEngine#3262: an exponent bias off by one",
         "E8M0 bytes are decoded with bias 128", numbers=scaled(lambda scales: scales / 2),
     ),
