@@ -18,6 +18,16 @@ from reconcile_mutants.common import (
 
 from reconcile.selftest import Cause, Mutant, OpTrial
 
+FULL_ONLY = frozenset(
+    {
+        "fp8_subnormals_flushed", "fp8_as_e5m2", "fp8_sign_ignored", "fp8_bias_off_by_one",
+        "ternary_sign_extended", "ternary_nibbles_swapped", "ternary_hf_read_interleaved",
+        "scale_missing_ternary", "scale_multiplies", "scale_bfloat16_channel", "scale_of_first_row",
+        "scale_grid_transposed", "e8m0_bias", "last_block_unscaled",
+    }
+)  # fmt: skip
+"""Mutants whose like is in the quick subset."""
+
 
 def near(number, relative=1e-3):
     """A check of one parameter."""
@@ -40,6 +50,7 @@ def mutant(name, form, causes, source, patch, *, shape=SHAPE, scales=None, hard=
         op=OP,
         causes=causes,
         hard=hard,
+        quick=name not in FULL_ONLY,
     )
 
 

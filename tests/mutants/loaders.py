@@ -131,6 +131,10 @@ def __getattr__(name):
         raise AttributeError(name) from None
 
 
+QUICK = frozenset({"scale_of_sibling", "k_and_v_swapped", "o_transposed", "gate_without_scale"})
+"""Of the candidates, those of the quick subset."""
+
+
 def candidate(name, op, causes, source, patch):
     """The candidate's loader does it; the op that holds the weight must be named."""
     return Mutant(
@@ -146,6 +150,7 @@ def candidate(name, op, causes, source, patch):
         ),
         op=f"{op}:out",
         causes=causes,
+        quick=name in QUICK,
     )
 
 
@@ -166,7 +171,7 @@ CANDIDATES = [
         "the heads of q_proj of layer 1 are regrouped",
     ),
     candidate(
-        "q_pairs", Q1, ("row_permutation", "head_order", "rope_pairing"),
+        "q_pairs", Q1, ("pair_order", "row_permutation", "head_order", "rope_pairing"),
         "vllm-project/vllm-metal#44: interleaved against half-split rotary weights",
         "the rows of each head of q_proj of layer 1 are paired",
     ),
@@ -191,7 +196,8 @@ CANDIDATES = [
         "the last eighth of the rows of down_proj of layer 1 is zero",
     ),
     candidate(
-        "o_half_of_k", O1, ("partial_sum", "k_tail_dropped", "k_range_ratio"),
+        # one of two ranks, or one of two splits of K: the same sums are missing
+        "o_half_of_k", O1, ("partial_sum", "split_missing", "k_tail_dropped", "k_range_ratio"),
         "Wenyueh/MinivLLM#80: partial sums of tensor-parallel ranks",
         "the second half of K of o_proj of layer 1 is not added",
     ),

@@ -189,6 +189,10 @@ def window_of_16(model):
     attention.forward = run
 
 
+QUICK = frozenset({"rope_pairs_of_one", "residual_missing", "layers_swapped", "final_norm_skipped"})
+"""Mutants of the quick subset; each takes a run of the whole model."""
+
+
 def mutant(name, op, causes, source, text, patch):
     return Mutant(
         id=f"modules/{name}",
@@ -202,6 +206,7 @@ def mutant(name, op, causes, source, text, patch):
         ),
         op=op,
         causes=causes,
+        quick=name in QUICK,
     )
 
 
