@@ -28,7 +28,8 @@ FULL_ONLY = frozenset(
         "native_k_tail_of_eight", "native_scale_next", "native_bias_twice", "native_grid_floor",
         "half_of_k_for_few_rows", "splits_overlap", "stale_buffer", "awq_order", "rows_interleaved",
         "m_tail", "bfloat16_sum", "last_k", "truncating_store", "activations_fp8",
-        "mxfp8_scale_rule", "nan_swallowed", "scales_changed", "corner_unwritten", "written_with_gaps",
+        "mxfp8_scale_rule", "nan_swallowed",
+        "scales_changed", "corner_unwritten", "written_with_gaps",
         "store_through_float16", "activation_scale_per_tensor",
     }
 )  # fmt: skip
