@@ -217,6 +217,7 @@ def choose_engine(kernel: Kernel, wanted: str) -> tuple[Engine | None, str]:
             support = Support(False, f"is_supported raised {type(error).__name__}: {error}")
         if support:
             before = f" ({'; '.join(refusals)})" if refusals else ""
-            return engine, f"{kernel.name} runs on {engine.name} (asked: {wanted}){before}"
+            how = f": {support.reason}" if support.reason else ""
+            return engine, f"{kernel.name} runs on {engine.name} (asked: {wanted}){before}{how}"
         refusals.append(f"{engine.name}: {support.reason}")
     return None, "; ".join(refusals) or f"{kernel.name} has no engine of kind {wanted}"

@@ -46,5 +46,6 @@ def test_it_compiles_to_matrix_instructions(backend, arch, instruction, splits):
     assert ran.returncode == 0, ran.stderr[-2000:]
     lines = [line.strip() for line in ran.stdout.splitlines() if instruction in line]
     assert lines
-    used = [line for line in lines if not line.startswith((".", "//", ";"))]
-    assert all("f32" in line and "bf16" in line for line in used)
+    products = [line for line in lines if "bf16" in line]  # the others wait for them
+    assert products
+    assert all("f32" in line for line in products)

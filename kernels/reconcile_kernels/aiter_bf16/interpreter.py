@@ -111,7 +111,8 @@ class _Patch:
         """Products of values, not of bit patterns."""
 
         def create_dot(builder: Any, a: Any, b: Any, acc: Any, *rest: Any) -> Any:  # noqa: ANN401
-            return original(builder, self._wide(a), self._wide(b), acc, *rest)
+            with np.errstate(all="ignore"):  # overflow to infinity is a result, not a warning
+                return original(builder, self._wide(a), self._wide(b), acc, *rest)
 
         return create_dot
 
@@ -129,11 +130,12 @@ class _Patch:
         """Operands widened, a float32 result rounded once."""
 
         def create(builder: Any, *arguments: Any) -> Any:  # noqa: ANN401
-            if not any(map(self._is_bfloat16, arguments)):
-                return original(builder, *arguments)
-            wide = [self._wide(a) if self._is_handle(a) else a for a in arguments]
-            result = original(builder, *wide)
-            return self._narrow(result.data) if result.dtype.scalar == self._float32 else result
+            narrow = any(map(self._is_bfloat16, arguments))
+            with np.errstate(all="ignore"):
+                result = original(builder, *map(self._wide, arguments))
+            if narrow and result.dtype.scalar == self._float32:
+                return self._narrow(result.data)
+            return result
 
         return create
 
