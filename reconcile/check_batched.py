@@ -13,12 +13,13 @@ from torch import Tensor
 from reconcile.check import check_linear
 from reconcile.contract import Contract
 from reconcile.exceptions import ConfigError
+from reconcile.group_faults import explain_groups
 from reconcile.grouped import GroupedReference, GroupedWeight, flat_rows
 from reconcile.judge import Finding, judge_bound
 from reconcile.kernel import PYTHON
 from reconcile.linears import DenseWeight
 from reconcile.replay import failed_call
-from reconcile.report import Coverage, Level, Reason, Report, Row, Verdict
+from reconcile.report import Coverage, Diagnosis, Level, Reason, Report, Row, Verdict
 from reconcile.rounding import bitwise_equal
 
 ROWS = 5
@@ -82,7 +83,10 @@ def check_batched_linear(
     compared = len({row.tap for row in rows if row.stats})
     layout = _layout(kernel, weight, bias, options)
     failing = [row for row in rows if row.verdict is Verdict.FAIL]
-    rows.append(_blocked(layout, failing[0].tap) if failing else layout)
+    if layout.diagnosis:  # what is between the groups explains what is seen of one of them
+        rows = [layout, *(_blocked(row, layout.tap) for row in rows)]
+    else:
+        rows.append(_blocked(layout, failing[0].tap) if failing else layout)
     return Report(
         case=f"check_batched_linear {getattr(kernel, '__name__', type(kernel).__name__)}",
         rows=tuple(rows),
@@ -95,7 +99,7 @@ def check_batched_linear(
 
 
 def _blocked(row: Row, cause: str) -> Row:
-    """A failure of all groups that a failing group explains is not a second one."""
+    """A failure that another explains is not a second one."""
     if row.verdict is not Verdict.FAIL:
         return row
     text = f"explained by {cause}; {row.text}"
@@ -112,9 +116,12 @@ def _layout(
     generator = torch.Generator().manual_seed(int(options.get("seed", 0)))
     x = torch.randn(ROWS, groups, k, generator=generator).to(weight.dtype)
     given = [x.clone().transpose(0, 1), weight.clone(), *([] if bias is None else [bias.clone()])]
+    diagnosis: tuple[Diagnosis, ...] = ()
     try:
         y: Any = kernel(*given)
         finding = _judge_layout(y, x, weight, bias, promised)
+        if finding.reason is Reason.OVER_LIMIT:
+            diagnosis = explain_groups(y, x, weight, bias)
     except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
         call = failed_call(error, f"on a strided x {list(given[0].shape)}")
         finding = Finding({}, reason=call.reason or Reason.RAISED, text=call.text)
@@ -135,6 +142,7 @@ def _layout(
         stats=stats | ({"sees": "x as a view of [M, G, K]"} if stats else {}),
         limits=finding.limits,
         utilisation=finding.utilisation,
+        diagnosis=diagnosis,
     )
 
 

@@ -14,14 +14,18 @@ from reconcile.selftest import BatchedTrial, Mutant, Variant
 from reconcile_kernels.aiter_bf16 import source
 from reconcile_kernels.aiter_bf16.config import Config, config_for, contract
 
-BATCH, N, K = 3, 32, 160
-"""K = 160 reaches two of the four parts that 65 to 128 rows are split into, the second in part."""
+BATCH, N, K = 3, 32, 512
+"""K = 512 is four blocks of 128: one for each of the parts that 65 to 128 rows are split into."""
+SHORT = 160
+"""A K that reaches two of the four parts, the second not to its end."""
 SIZES = (1, 5, 70)
 """Rows of the random probes; 70 are split over K."""
 PROBES = ("impulse", "integer", "layout", "bound")
 """Enough for these faults; every probe takes seconds, because the grid is a loop in Python."""
 OP = "linear.1:out"
 """Group 1 is probed, between two neighbours."""
+ALL_GROUPS = "linear:out"
+"""What is between the groups is seen, and named, in the call on all of them."""
 
 
 class Kernel:
@@ -58,9 +62,9 @@ def bias_of(seed=0, shape=(BATCH, N)):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 100)).bfloat16()
 
 
-def mutant(name, causes, source, patch, *changes, bias=False, op=OP, hard=False):
+def mutant(name, causes, source, patch, *changes, bias=False, op=OP, hard=False, k=K):
     """The kernel's source with texts replaced, executed by torch."""
-    options = {"groups": [1], "batch_sizes": SIZES, "repeats": 1, "probes": PROBES}
+    options = {"groups": (1,), "batch_sizes": SIZES, "repeats": 2, "probes": PROBES}
     return Mutant(
         id=f"aiter_bf16/{name}",
         area="kernels",
@@ -69,7 +73,7 @@ def mutant(name, causes, source, patch, *changes, bias=False, op=OP, hard=False)
         trial=BatchedTrial(
             faulty=Kernel(*changes),
             clean=CLEAN,
-            weight=weight_of,
+            weight=functools.partial(weight_of, shape=(BATCH, N, k)),
             contract=CLEAN.contract,
             options=options | ({"bias": bias_of()} if bias else {}),
         ),
@@ -100,24 +104,24 @@ FAULTS = {
                 "partials, y, added, batch, m, n, m * n, n, 1, *strides_b,",
             ),
         ),
-        {},
+        {"op": ALL_GROUPS},
     ),
     "logical_input_strides": (
-        ("strided_output", "row_permutation", "shifted_rows"),
+        ("strided_input",),
         "vllm-project/vllm#33139 and its kind: a strided view is read as if it were contiguous",
         "the strides of x are those of a contiguous [B, M, K]",
         ((Y_STRIDES, "m * k, k, 1, *w.stride(), *y.stride(), *strides_b,"),),
-        {"op": "linear:out"},
+        {"op": ALL_GROUPS},
     ),
     "mask_of_packed_k": (
-        ("k_tail_dropped",),
+        ("k_tail_dropped", "split_missing"),
         "ROCm/aiter#4181: the mask uses the packed K, half of the logical one",
         "the masks of x and w compare with K // 2",
         (
             (K_MASK_X, "(m[:, None] < M) & (k[None, :] < K // 2)"),
             (K_MASK_W, "(n[None, :] < N) & (k[:, None] < K // 2)"),
         ),
-        {},
+        {"k": SHORT},
     ),
     "no_mask_of_k": (
         ("k_tail_dropped", "block_boundary"),
@@ -127,7 +131,7 @@ FAULTS = {
             (K_MASK_X, "(m[:, None] < M) & (k[None, :] < K // 64 * 64)"),
             (K_MASK_W, "(n[None, :] < N) & (k[:, None] < K // 64 * 64)"),
         ),
-        {},
+        {"k": SHORT},
     ),
     "overlapping_splits": (
         ("k_term_doubled",),
@@ -166,7 +170,7 @@ FAULTS = {
                 "HAS_BIAS=bias is not None, SPLITS=config.splits, BLOCK_N=columns,",
             ),
         ),
-        {},
+        {"k": SHORT},
     ),
     "last_split_not_added": (
         ("k_tail_dropped", "split_missing"),
@@ -199,11 +203,11 @@ FAULTS = {
         {"bias": True, "hard": True},
     ),
     "bias_of_group_0": (
-        ("bias_missing", "bias_scaled", "column_ratio", "row_offset"),
+        ("group_bias",),
         "Wenyueh/MinivLLM#80 and its kind: the bias of another shard",
         "the bias of group 0 for all",
         (("bias + (b * stride_bb + n * stride_bn)", "bias + (n * stride_bn)"),),
-        {"bias": True},
+        {"bias": True, "op": ALL_GROUPS},
     ),
     "bias_in_every_split": (
         ("bias_doubled", "bias_scaled"),
@@ -221,11 +225,11 @@ FAULTS = {
         {"bias": True},
     ),
     "weight_of_the_next_group": (
-        ("row_permutation", "shifted_rows"),
+        ("group_shifted",),
         "vllm-project/vllm#44630 and its kind: an operand of another group",
         "group b multiplies the weight of group b - 1",
         (("w + (b * stride_wb", "w + ((b + B - 1) % B * stride_wb"),),
-        {},
+        {"op": ALL_GROUPS},
     ),
 }
 """By name: causes, the public report, the patch in words, the texts replaced, and options."""

@@ -146,7 +146,7 @@ MUTANTS = (
         "up to 32 rows only the first half of K counts",
     ),
     mutant(
-        "bias_of_group_0", bias_of_group_0, "linear.1:out", ("row_offset",),
+        "bias_of_group_0", bias_of_group_0, "linear:out", ("group_bias",),
         "Wenyueh/MinivLLM#80: a bias that is not the group's",
         "every group adds the bias of group 0", with_bias=True,
     ),

@@ -175,3 +175,43 @@ def test_a_faulty_group_explains_the_call_on_all(weight):
     )
     assert report.rows[-1].reason is reconcile.Reason.BLOCKED
     assert "explained by linear.0:out" in report.rows[-1].text
+
+
+def writes_y_as_contiguous(x, w, bias=None):
+    """The right numbers, in the memory order of [G, M, N], in an output that has another."""
+    memory = batched(x, w, bias).contiguous().view(x.shape[1], x.shape[0], w.shape[1])
+    return memory.transpose(0, 1)
+
+
+def weight_of_the_group_before(x, w, bias=None):
+    return batched(x, w.roll(1, 0), bias)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "parameters"),
+    [
+        (takes_x_as_contiguous, "strided_input", {}),
+        (writes_y_as_contiguous, "strided_output", {}),
+        (weight_of_the_group_before, "group_shifted", {"shift": 1}),
+        (bias_of_group_0, "group_bias", {"group": 0}),
+    ],
+)
+def test_what_is_wrong_between_groups_is_named(weight, kernel, name, parameters):
+    bias = torch.randn(6, 96, generator=torch.Generator().manual_seed(1))
+    report = reconcile.check_batched_linear(
+        kernel, weight, bias=bias, contract=CONTRACT, groups=[1], probes=["bound"]
+    )
+    (failure,) = report.failures()
+    best = failure.diagnosis[0]
+    assert (failure.tap, best.name, best.parameters) == ("linear:out", name, parameters)
+    assert best.explains > 0.99
+    others = [row for row in report.rows if row is not failure]
+    assert {row.reason for row in others} <= {None, reconcile.Reason.BLOCKED}
+
+
+def test_a_fault_inside_a_group_is_not_called_one_between_them(weight):
+    report = reconcile.check_batched_linear(
+        drops_the_last_k_of_group_0, weight, contract=CONTRACT, groups=[1], probes=["bound"]
+    )
+    assert report.exit_code == 1
+    assert report.rows[-1].diagnosis == ()
