@@ -62,7 +62,7 @@ def bias_of(seed=0, shape=(BATCH, N)):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 100)).bfloat16()
 
 
-def mutant(name, causes, source, patch, *changes, bias=False, op=OP, hard=False, k=K):
+def mutant(name, causes, source, patch, *changes, bias=False, op=OP, hard=False, k=K, quick=True):
     """The kernel's source with texts replaced, executed by torch."""
     options = {"groups": (1,), "batch_sizes": SIZES, "repeats": 2, "probes": PROBES}
     return Mutant(
@@ -80,6 +80,7 @@ def mutant(name, causes, source, patch, *changes, bias=False, op=OP, hard=False,
         op=op,
         causes=causes,
         hard=hard,
+        quick=quick,
     )
 
 
@@ -131,7 +132,7 @@ FAULTS = {
             (K_MASK_X, "(m[:, None] < M) & (k[None, :] < K // 64 * 64)"),
             (K_MASK_W, "(n[None, :] < N) & (k[:, None] < K // 64 * 64)"),
         ),
-        {"k": SHORT},
+        {"k": SHORT, "quick": False},
     ),
     "overlapping_splits": (
         ("k_term_doubled",),
@@ -143,7 +144,7 @@ FAULTS = {
                 "end = tl.minimum(start + SPLIT_K + (SPLITS - 1) * BLOCK_K // 4, K)",
             ),
         ),
-        {},
+        {"quick": False},
     ),
     "bfloat16_partials": (
         ("narrow_partials",),
@@ -177,7 +178,7 @@ FAULTS = {
         "ROCm/aiter#4581: a part of the sum that is missing",
         "the last part is not added",
         (("for split in range(SPLITS):", "for split in range(SPLITS - 1):"),),
-        {},
+        {"quick": False},
     ),
     "bfloat16_accumulator": (
         ("narrow_accumulator",),
@@ -207,7 +208,7 @@ FAULTS = {
         "Wenyueh/MinivLLM#80 and its kind: the bias of another shard",
         "the bias of group 0 for all",
         (("bias + (b * stride_bb + n * stride_bn)", "bias + (n * stride_bn)"),),
-        {"bias": True, "op": ALL_GROUPS},
+        {"bias": True, "op": ALL_GROUPS, "quick": False},
     ),
     "bias_in_every_split": (
         ("bias_doubled", "bias_scaled"),
@@ -222,14 +223,14 @@ FAULTS = {
                 "            acc = acc + tl.load(at, mask=n < N, other=0.0).to(tl.float32)\n",
             ),
         ),
-        {"bias": True},
+        {"bias": True, "quick": False},
     ),
     "weight_of_the_next_group": (
         ("group_shifted",),
         "vllm-project/vllm#44630 and its kind: an operand of another group",
         "group b multiplies the weight of group b - 1",
         (("w + (b * stride_wb", "w + ((b + B - 1) % B * stride_wb"),),
-        {"op": ALL_GROUPS},
+        {"op": ALL_GROUPS, "quick": False},
     ),
 }
 """By name: causes, the public report, the patch in words, the texts replaced, and options."""
