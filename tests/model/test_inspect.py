@@ -339,7 +339,9 @@ ODD = {
     "other dtypes": ({"a": torch.ones(4, 4).bool(), "b": torch.arange(5)}, [], 0),
     "one byte": ({"a.weight": torch.zeros(1, 1).byte(), "a.weight_scale": torch.ones(1)},
                  ["ambiguous"], 2),
-    "words of 32 bits": ({"a.qweight": torch.arange(128).mul(15_485_863).int().reshape(16, 8)}, ["unexplained"], 2),
+    "words of 32 bits": (
+        {"a.qweight": torch.arange(128).mul(15_485_863).int().reshape(16, 8)}, ["unexplained"], 2
+    ),
     "a scale of three": ({"a.weight": torch.ones(8, 8).to(FLOAT8), "a.weight_scale": torch.ones(3)},
                          ["unexplained"], 2),
     "an empty scale": ({"a.weight": torch.ones(8, 8).byte(), "a.weight_scale": torch.ones(0)},
