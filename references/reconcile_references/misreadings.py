@@ -17,10 +17,26 @@ from torch import Tensor
 
 from reconcile.weight import Misreading, QuantizedWeight
 
+COMMON_CAUSES = {
+    "signs_swapped": "sign",
+    "sign_ignored": "sign",
+    "codes_from_zero": "ternary_table",
+    "codes_from_minus_one": "ternary_table",
+    "codes_sign_extended": "ternary_table",
+    "bytes_as_unsigned": "ternary_table",
+    "bit_order_reversed": "bit_order",
+    "digits_reversed": "bit_order",
+    "read_as_interleaved": "interleaved_planar",
+    "read_as_planar": "interleaved_planar",
+    "read_as_i2_s_arm": "interleaved_planar",
+}
+"""Diagnoses that misreadings of these names are cases of, in whatever format."""
+
 
 def reread(name: str, text: str, *, cause: str = "", **changes: Any) -> Misreading:  # noqa: ANN401
     """The stored tensors read as a format that differs in ``changes``, fields of `Format`."""
-    return Misreading(name, text, partial(_reread, changes=changes), cause)
+    read = partial(_reread, changes=changes)
+    return Misreading(name, text, read, cause or COMMON_CAUSES.get(name, ""))
 
 
 def rescaled(
