@@ -12,8 +12,8 @@ from torch import Tensor
 
 from reconcile.check import check_linear
 from reconcile.contract import Contract
+from reconcile.diagnosis.between_groups import explain_groups
 from reconcile.exceptions import ConfigError
-from reconcile.group_faults import explain_groups
 from reconcile.grouped import GroupedReference, GroupedWeight, flat_rows
 from reconcile.judge import Finding, judge_bound
 from reconcile.kernel import PYTHON

@@ -11,9 +11,10 @@ from reconcile import registry
 CASES = ("tiny-fp8-tensor", "tiny-fp8-channel", "tiny-fp8-block")
 
 
+@pytest.mark.parametrize("kernel", ["amx_fp8.w8a16", "torch_dequant"])
 @pytest.mark.parametrize("name", CASES)
-def test_one_layer_passes(name):
-    report = reconcile.run(name, only="model.layers.3.*", levels=["op"])
+def test_one_layer_passes(name, kernel):
+    report = reconcile.run(name, kernel=kernel, only="model.layers.3.*", levels=["op"])
     report.raise_for_verdict()
     assert (report.coverage.expected, report.coverage.compared) == (7, 7)
     weights = [row for row in report.rows if row.level == "weight"]
