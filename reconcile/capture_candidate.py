@@ -72,7 +72,7 @@ def capture_candidate(
     trace.facts = {"plan": record_to_facts(plan.record())}
     if plan.engine is None:
         return trace
-    ready = _prepare(plan)
+    ready = prepare_all(plan)
     ops = {
         name: reference_linear(plan.checkpoint.weights[name], plan.arithmetic, plan.reference_dtype)
         for name in plan.modules
@@ -95,11 +95,11 @@ def capture_candidate(
                     _replay_ops(plan, ready, reference.facts["order"], isolated[key], fed)
                 if "module" in wanted:
                     progress("modules")
-                    _force_parts(plan, model, isolated[key], fed, fed_stream, step)
+                    force_parts(plan, model, isolated[key], fed, fed_stream, step)
                 trace.passes.append(fed)
                 if wanted & {"op", "module", "model"}:
                     progress("model")
-                    trace.passes.append(_chain(plan, model, ops, ready, free_stream, step))
+                    trace.passes.append(chain(plan, model, ops, ready, free_stream, step))
         if "module" in wanted:
             trace.passes.append(call_norms(model, plan.dtype, plan.dtype))
         if plan.task is not None and "model" in wanted and "task" in reference.facts:
@@ -183,7 +183,7 @@ def stages_of(plan: Plan, ready: Mapping[str, Prepared | Call]) -> dict[str, lis
     }
 
 
-def _prepare(plan: Plan) -> dict[str, Prepared | Call]:
+def prepare_all(plan: Plan) -> dict[str, Prepared | Call]:
     """Every module's prepared kernel, or why there is none."""
     ready: dict[str, Prepared | Call] = {}
     assert plan.engine is not None
@@ -262,7 +262,7 @@ def _replay_ops(
     fed.meta["events"] = events
 
 
-def _force_parts(
+def force_parts(
     plan: Plan, model: nn.Module, isolated: Pass, fed: Pass, stream: Stream, step: Step
 ) -> None:
     """Every layer, the final norm and the head, each on the reference's rounded inputs."""
@@ -276,7 +276,7 @@ def _force_parts(
     fed.tensors = dict(fed.tensors) | dict(forced.tensors)
 
 
-def _chain(
+def chain(
     plan: Plan,
     model: nn.Module,
     ops: Mapping[str, Reference],
@@ -284,7 +284,7 @@ def _chain(
     stream: Stream,
     step: Step,
 ) -> Pass:
-    """The candidate's free run, and for each op the reference and a replay on its own input."""
+    """The candidate's free run, and for each of ``ops`` it and a replay on its own input."""
     before = {name: module.calls for name, module in _kernels(model).items()}
     try:
         chained = stream.record(step, tapped_modules(plan, model))
@@ -292,7 +292,7 @@ def _chain(
         return Pass(step.key, "chained", meta=_said(step) | {"failure": _failure(failure)})
     tensors = dict(chained.tensors)
     closure: dict[str, Any] = {}
-    for name in plan.modules if plan.runs_in(step.phase) else ():
+    for name in ops if plan.runs_in(step.phase) else ():
         port, out = str(Tap(name, "in0")), str(Tap(name, "out"))
         prepared = ready[name]
         if port not in tensors or isinstance(prepared, Call):

@@ -153,7 +153,7 @@ def _op_rows(sides: Sides) -> Iterator[Row]:
             for key, (c, r) in isolated.items():
                 yield _isolated_op(sides, module, port, key, c, r)
         for key, (c, r) in chained.items():
-            yield _chained_op(sides, module, key, c, r)
+            yield chained_op(sides, module, key, c, r)
 
 
 def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pass) -> Row:
@@ -199,7 +199,7 @@ def _with_event(sides: Sides, finding: Finding, event: Mapping[str, Any], m: int
     return finding
 
 
-def _chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
+def chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
     """One op in the free run: its own error, what it inherited, and whether the parts close.
 
     accumulated = captured candidate - captured reference = local + propagated, where local is
@@ -303,11 +303,11 @@ def _module_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
         inside = sorted(name for name in failed if name.startswith(f"{part}."))
         for key, (c, r) in sides.isolated.items():
             tap = output_tap(part, r)
-            finding = _blocked(_judge_pair(sides, tap, c, r), inside)
+            finding = _blocked(judge_pair(sides, tap, c, r), inside)
             yield sides.row(Level.MODULE, Tap.parse(tap), "isolated", key, finding)
     for tap in _chained_taps(sides):
         for key, (c, r) in sides.chained.items():
-            finding = _blocked(_judge_pair(sides, tap, c, r), sorted(failed))
+            finding = _blocked(judge_pair(sides, tap, c, r), sorted(failed))
             yield sides.row(Level.MODULE, Tap.parse(tap), "chained", key, finding)
 
 
@@ -331,7 +331,7 @@ def _chained_taps(sides: Sides) -> tuple[str, ...]:
     return tuple(taps)
 
 
-def _judge_pair(sides: Sides, tap: str, c: Pass, r: Pass) -> Finding:
+def judge_pair(sides: Sides, tap: str, c: Pass, r: Pass) -> Finding:
     """One tap of both sides, against the case's tolerance or plain torch."""
     if tap not in c.tensors and "failure" in c.meta:
         return _ended(c)
@@ -397,7 +397,7 @@ def _model_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
     for key, (c, r) in sides.chained.items():
         tap = logits_tap(r)
         if tap in c.tensors:
-            found = _judge_model(sides, tap, c, r)
+            found = judge_model(sides, tap, c, r)
         else:
             finding = _ended(c) if "failure" in c.meta else _not_compared("no logits")
             checks = ("logits", "top10", "kl", "growth")
@@ -427,10 +427,10 @@ def _task_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
     yield sides.row(Level.MODEL, Tap("", "out.tokens"), "task", "", blocked)
 
 
-def _judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str, Tap, Finding]]:
+def judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str, Tap, Finding]]:
     """Check, place and finding for the logits, their top 10, KL divergence, and growth."""
     where = Tap.parse(tap)
-    logits = _judge_pair(sides, tap, c, r)
+    logits = judge_pair(sides, tap, c, r)
     yield "logits", where, logits
     if logits.reason in (Reason.SHAPE, Reason.REFERENCE_SUSPECT):
         return

@@ -1,4 +1,4 @@
-"""The failing rows of a run with their diagnoses: ops by fitting, then modules by variation."""
+"""Diagnoses of a run's failing rows: ops by fitting, modules by variation, sets by search."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from reconcile.diagnosis.groups import diagnose_groups
 from reconcile.diagnosis.linear import NUMERIC, Failure, diagnose_failure, note
+from reconcile.diagnosis.module_set import diagnose_set
 from reconcile.diagnosis.modules import diagnose_modules
 from reconcile.grouped import GroupedWeight
 from reconcile.plan import Plan
@@ -37,7 +38,8 @@ def diagnosed(
     try:
         with torch.no_grad():
             done = _ops(plan, reference, candidate, rows)
-            return diagnose_modules(plan, reference, candidate, done)
+            done = diagnose_modules(plan, reference, candidate, done)
+            return diagnose_set(plan, reference, candidate, done)
     except Exception as error:  # noqa: BLE001 - the verdict must stand whatever happens here
         first = next(i for i, row in enumerate(rows) if row.verdict is Verdict.FAIL)
         noted = replace(rows[first], diagnosis=(note(error),))

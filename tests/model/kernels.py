@@ -193,8 +193,37 @@ def bfloat16_accumulator(x, weight, bias=None):
     return _scaled(total.float(), weight.scales, x)
 
 
+_BEFORE = [""]
+
+
+def wrong_right_after_up_proj(x, weight, bias=None):
+    """Layer 2's down_proj, if the latest call on many rows was that of its up_proj."""
+    y = clean(x, weight)
+    many = x.numel() > x.shape[-1]
+    pair = _BEFORE[0], weight.name
+    if many and pair == ("model.layers.2.mlp.up_proj", "model.layers.2.mlp.down_proj"):
+        y = y * 1.5
+    _BEFORE[0] = weight.name if many else ""
+    return y
+
+
+def coarse_in_layer_2_down(x, weight, bias=None):
+    """Inside the bound of bfloat16 partial sums, and far from what plain torch gives."""
+    y = clean(x, weight).float()
+    if weight.name == "model.layers.2.mlp.down_proj":
+        signs = 1 - 2.0 * (torch.arange(y.shape[-1]) % 2)
+        y = y * (1 + 2.0**-4 * signs)
+    return y.to(x.dtype)
+
+
+coarse_in_layer_2_down.contract = reconcile.Contract(
+    scale_applied="after_sum", split_k=16, partials="bfloat16", output="bfloat16"
+)
+
+
 for _name in (
     "clean",
+    "wrong_right_after_up_proj",
     "ignores_scale_in_layer_3_down",
     "high_bits_first",
     "last_column_unwritten",
