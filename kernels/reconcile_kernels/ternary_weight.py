@@ -82,6 +82,6 @@ def row_scales(weight: QuantizedWeight, rows: int) -> Tensor:
     Exact, since scales are stored as float32, bfloat16 or float16.
     """
     stored = weight.format.scale_values(weight.scales).to(torch.float32)
-    padded = torch.ones(rows)
+    padded = torch.ones(rows, dtype=torch.float32)
     padded[: weight.shape[0]] = stored.expand(weight.shape[0])
     return padded

@@ -11,7 +11,7 @@ from reconcile.exceptions import FormatError, KernelError
 from reconcile.kernel import FunctionKernel, LinearSpec
 from reconcile.probes import random_weight, synthetic
 from reconcile_kernels.linear_method import KernelLinearMethod, WeightNames, always
-from reconcile_kernels.ternary_cpu import BF16
+from reconcile_kernels.ternary_cpu import BF16, INT8
 from reconcile_kernels.ternary_cuda import TILED
 
 FORMATS = ("ternary_k_interleaved", "ternary_hf", "ternary_hf_divide", "ternary_tq2_0")
@@ -82,6 +82,25 @@ def test_over_the_kernels(kernel):
     exact, y = plain(x, weight).double(), method.apply(layer, x)
     assert y.shape == (2, 3, 64)
     assert torch.allclose(y.double(), exact, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", [BF16, INT8], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_over_the_kernels_compiled_into_one_graph(kernel, biased):
+    """Serving engines trace the model: what cannot be traced is behind a custom op."""
+    if not any(kernel.is_supported(engine) for engine in kernel.engines):
+        pytest.skip("no engine of it runs here")
+    form = registry.formats()["ternary_k_interleaved"]
+    method = KernelLinearMethod(form, always(kernel))
+    layer = layer_of(method, list(shards_of(form)))
+    method.process_weights_after_loading(layer)
+    bias = torch.arange(sum(SIZES)).bfloat16() if biased else None
+    compiled = torch.compile(
+        lambda x: method.apply(layer, x, bias), backend="eager", fullgraph=True
+    )
+    for m in (1, 5, 7):
+        x = torch.randn(m, K, generator=torch.Generator().manual_seed(m)).bfloat16()
+        assert torch.equal(compiled(x), method.apply(layer, x, bias))
 
 
 def test_the_choice_is_made_for_each_shape():

@@ -124,7 +124,7 @@ def grouped_product(x1: Tensor, x2: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """The sum over groups, float32 [M, N], group by group."""
     rows, columns = x1.to(torch.float32), x2.to(torch.float32)
     left, right = a.flatten(-2).to(torch.int32), b.transpose(0, 1).flatten(-2).to(torch.int32)
-    total = torch.zeros(x1.shape[0], x2.shape[1])
+    total = torch.zeros(x1.shape[0], x2.shape[1], dtype=torch.float32)
     for group, start in enumerate(range(0, x1.shape[1], GROUP)):
         part = rows[:, start : start + GROUP] @ columns[start : start + GROUP]
         total += _scaled(part, left[:, group, None], right[None, :, group])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from reconcile.contract import Contract
@@ -141,15 +142,12 @@ class TernaryCpu:
             raise KernelError(f"{self.name}: the weight is on cpu, x is on {x.device}")
         if bias is not None:
             bias = widened(bias, prepared.n, f"{self.name}: bias")
-        y = ops.multiply(
-            self.kind,
-            x.reshape(-1, prepared.k),
-            prepared.words,
-            prepared.scales,
-            bias,
-            prepared.n,
-            prepared.divide,
-        )
+        operands = (x.reshape(-1, prepared.k), prepared.words, prepared.scales, bias)
+        if torch.compiler.is_compiling():  # only the op is in the graph
+            op = getattr(torch.ops.reconcile_kernels, self.op)
+            y: Tensor = op(*operands, prepared.n, prepared.divide)
+        else:
+            y = ops.multiply(self.kind, *operands, prepared.n, prepared.divide)
         return y.view(*x.shape[:-1], prepared.n)
 
     def build(self, engine: Engine) -> Path:
