@@ -142,6 +142,43 @@ def test_weights_are_mapped_by_name_or_refused(spoil, message):
         method.load_weights(layer, tensors, "qk")
 
 
+def fresh(method):
+    layer = nn.Module()
+    method.create_weights(layer, K, SIZES, K, sum(SIZES), torch.bfloat16)
+    return layer
+
+
+def test_shards_come_one_by_one_in_any_order_and_none_may_stay_away():
+    form = registry.formats()["ternary_k_interleaved"]
+    method = KernelLinearMethod(form, always(PLAIN))
+    weights = list(shards_of(form))
+    layer = fresh(method)
+    for shard in (2, 0):
+        method.load_shard(layer, "weight", shard, weights[shard].codes, "w")
+        method.load_shard(layer, "weight_scale", shard, weights[shard].scales, "s")
+    method.load_shard(layer, "weight", 1, weights[1].codes, "w")
+    with pytest.raises(FormatError, match="of 3 shards the checkpoint did not give weight_scale"):
+        method.process_weights_after_loading(layer)
+    method.load_shard(layer, "weight_scale", 1, weights[1].scales, "s")
+    method.process_weights_after_loading(layer)
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(9)).bfloat16()
+    dense = torch.cat([weight.dequantize() for weight in weights])
+    assert torch.equal(method.apply(layer, x), (x.double() @ dense.T).bfloat16())
+
+
+def test_scales_are_stored_exactly_or_refused():
+    form = registry.formats()["ternary_k_interleaved"]
+    method = KernelLinearMethod(form, always(PLAIN))
+    layer = fresh(method)
+    exact = torch.full((SIZES[0],), 0.5, dtype=torch.float64)
+    method.load_shard(layer, "weight_scale", 0, exact, "s")
+    with pytest.raises(FormatError, match=r"s: expected torch\.float32, got torch\.float64"):
+        method.load_shard(layer, "weight_scale", 0, exact / 3, "s")
+    for shard in (-1, 3):
+        with pytest.raises(FormatError, match=f"the layer has 3 shards, got {shard}"):
+            method.load_shard(layer, "weight_scale", shard, exact, "s")
+
+
 def test_codes_that_no_encoder_writes_are_refused():
     form = registry.formats()["ternary_k_interleaved"]
     method = KernelLinearMethod(form, always(PLAIN))
