@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import chain
 
@@ -47,6 +47,10 @@ from reconcile.suspect import suspicions
 from reconcile.threads import few_threads
 from reconcile.weight import QuantizedWeight
 
+EARLIER = 4
+"""Calls on one weight that are kept, to know an output that comes again."""
+EARLIER_ROWS = 64
+"""First and last rows of each that are kept."""
 PROBES = ("impulse", "code_table", "integer", "edge", "special", "layout", "bound", "batch")
 """Names of the probes, in the order in which they run."""
 
@@ -182,6 +186,18 @@ class _Subject:
     """The weight under test and the last made-up one, each prepared and decoded once."""
     gallery: Gallery
     """Chooses the rows whose tensors are looked at closely."""
+    earlier: list[tuple[AnyWeight, Tensor, Tensor]] = field(default_factory=list)
+    """The last calls on the weight under test and on the latest made-up one: weight, rows [M, K]
+    and outputs [M, N]."""
+
+    def remember(self, weight: AnyWeight, x: Tensor, y: Tensor) -> None:
+        """Keep a call, so that an output that comes again can be known."""
+        own = [item for item in self.earlier if item[0] is self.weight]
+        mine = [item for item in self.earlier if item[0] is weight and weight is not self.weight]
+        (own if weight is self.weight else mine).append(
+            (weight, _ends(x.reshape(-1, x.shape[-1])), _ends(y))
+        )
+        self.earlier[:] = own[-EARLIER:] + mine[-EARLIER:]
 
     def ready(self, weight: AnyWeight) -> tuple[Prepared | Call, ReferenceLinear]:
         """The prepared kernel, and the reference, for a weight."""
@@ -243,6 +259,12 @@ class _Subject:
             digest=digest(finding.pair.candidate) if finding.pair else "",
             evidence=finding.evidence,
         )
+
+
+def _ends(rows: Tensor) -> Tensor:
+    if len(rows) <= 2 * EARLIER_ROWS:
+        return rows
+    return torch.cat([rows[:EARLIER_ROWS], rows[-EARLIER_ROWS:]])
 
 
 def _subject(
@@ -371,14 +393,18 @@ def _run(subject: _Subject, probe: Probe) -> tuple[Row | None, Failed | None]:
         return subject.row(probe.name, (m, n, k), finding), None
     candidate = call.output.reshape(m, n)
     finding = judge_probe(reference, probe, candidate, contract)
+    earlier = tuple((x, y) for made, x, y in subject.earlier if made is probe.weight)
+    subject.remember(probe.weight, probe.x, candidate)
     if call.reason is not None:
         finding = replace(finding, reason=call.reason, text=call.text)
     stats = finding.stats | {"sees": probe.sees}
     row = subject.row(probe.name, (m, n, k), replace(finding, stats=stats), probe.weight)
-    return row, None if row.reason is None else _failure(subject, probe, candidate)
+    return row, None if row.reason is None else _failure(subject, probe, candidate, earlier)
 
 
-def _failure(subject: _Subject, probe: Probe, y: Tensor) -> Failed:
+def _failure(
+    subject: _Subject, probe: Probe, y: Tensor, earlier: tuple[tuple[Tensor, Tensor], ...]
+) -> Failed:
     """What a diagnosis needs; failures on the weight under test in one regime are alike."""
     m = probe.x.numel() // probe.x.shape[-1]
     made = (probe.name, probe.weight.shape, probe.sees) if probe.synthetic else ()
@@ -391,6 +417,7 @@ def _failure(subject: _Subject, probe: Probe, y: Tensor) -> Failed:
         y=y,
         prepare=lambda weight: subject.ready(weight)[0],
         impulse=probe.columns is not None,
+        others=earlier,
     )
     return Failed(failure, (made, apart, regime), (made, (), regime) if apart else None)
 

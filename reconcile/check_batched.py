@@ -219,6 +219,8 @@ def _one_group(
             return y  # type: ignore[no-any-return]
         spoilt = [g for g in range(count) if g != group and not bool(y[g].isfinite().all())]
         spread = not all(bool(part.isfinite().all()) for part in mine)
+        if not spread and not bool(y[group].isfinite().all()):
+            return y[group].reshape(*x.shape[:-1], y.shape[-1])  # its own fault says it
         if not spread and set(spoilt) <= set(chosen):
             unwritten.update(spoilt)
         elif strange := sorted(set(spoilt) - unwritten):

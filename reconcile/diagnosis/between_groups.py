@@ -50,6 +50,11 @@ def _faults(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterat
         text = "the output's elements lie where those of a contiguous [G, M, N] do"
         order = right.flatten().as_strided(y.shape, y.stride())
         yield "strided_output", text, order, {}
+    turned = right.transpose(0, 1)
+    text = "the output is written as [M, G, N] and read as [G, M, N]"
+    yield "strided_output", text, turned.reshape(right.shape), {}
+    text = "the output is written as [G, M, N] and read as [M, G, N]"
+    yield "strided_output", text, right.reshape(turned.shape).transpose(0, 1), {}
     text = "x is read as if it were contiguous [G, M, K]"
     yield "strided_input", text, _exact(x.reshape(groups, rows, -1), weight, bias), {}
     for shift in range(1, groups):

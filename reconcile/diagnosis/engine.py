@@ -64,19 +64,23 @@ class Ranking:
 class Energy:
     """Error energy beyond the bound, on the impulses and on the rows."""
 
-    impulses: float
+    impulses: float | None
+    """None where nothing was seen, or nothing is said, of the impulses."""
     rows: float
 
     @classmethod
     def of(cls, evidence: LinearEvidence, model: LinearModel) -> Energy:
         """That of one model."""
-        parts = evidence.excess(model)
-        return cls(*(0.0 if part is None else float(part.square().sum()) for part in parts))
+        impulses, rows = evidence.excess(model)
+        return cls(
+            impulses=None if impulses is None else float(impulses.square().sum()),
+            rows=float(rows.square().sum()),
+        )
 
     @property
     def nothing(self) -> bool:
         """Whether nothing is wrong."""
-        return self.impulses == 0 and self.rows == 0
+        return not self.impulses and self.rows == 0
 
 
 def explained(before: Energy, after: Energy) -> float:
@@ -86,6 +90,8 @@ def explained(before: Energy, after: Energy) -> float:
     """
     shares = []
     for had, has in ((before.impulses, after.impulses), (before.rows, after.rows)):
+        if had is None or has is None:
+            continue
         if had > 0:
             shares.append(1 - has / had)
         elif has > 0:

@@ -28,6 +28,8 @@ MOST_ROWS = 64
 AMPLITUDES = (3.0, 5.0, 7.0, 11.0, 13.0, 101.0, 107.0, 173.0, 211.0, 251.0)
 """Odd integers: the output's rounding hides other digits of the weight at each of them."""
 
+Pair = tuple[Tensor, Tensor]
+"""Rows [M, K] that a kernel was given and what it gave, [M, N]."""
 Call = Callable[[Tensor], Tensor | None]
 """Rows [M, K] to what the kernel gives, [M, N], or None where it gives nothing."""
 
@@ -97,16 +99,26 @@ class LinearEvidence:
     """[M, K]: the failing rows, or random ones where those were impulses."""
     rows: Seen
     """[M, N] on them."""
+    sampled: bool = False
+    """Whether impulses were left out, so that of the others it is not known in which row of a
+    call they were."""
+    places: Tensor
+    """[M] the row of the failing call that each row of ``x`` is."""
     whole: bool = True
     """Whether ``x`` is all that one call was given, not a sample of its rows."""
     raw: tuple[Tensor, ...] = ()
     """[M, K] each: what the memory of a failing x that is not contiguous holds, read in order."""
     slack: float = 1.0
     """Share of the bound that is granted: 0 where errors inside it lean one way."""
-    others: tuple[Tensor, ...] = ()
-    """Earlier outputs of the same kernel, for a stale one."""
+    others: tuple[Pair, ...] = ()
+    """Earlier calls of the same kernel, for a stale output."""
     coverage: float = 1.0
     """Share of the weight's columns that was read."""
+
+    @property
+    def m(self) -> int:
+        """Rows of the failing call."""
+        return int(self.places[-1]) + 1
 
     @property
     def columns(self) -> Tensor:
@@ -119,9 +131,13 @@ class LinearEvidence:
         return (self.impulses.y.double() / self.right.amplitudes(self.given)[:, None]).T
 
     def excess(self, model: LinearModel) -> tuple[Tensor | None, Tensor]:
-        """Excess on the impulses [C, N], None where there are none, and on the rows [M, N]."""
+        """Excess on the impulses [C, N] and on the rows [M, N].
+
+        None for the impulses where there are none, or the model says nothing of them.
+        """
         impulses = None
-        if len(self.columns) and not model.rows_only:
+        moved = model.after is not None and self.sampled
+        if len(self.columns) and not model.rows_only and not moved:
             exact, bound = model.impulse(self.given)
             impulses = self.impulses.excess(exact, self.slack * bound, model)
         exact, bound = model.exact(self.x)
@@ -143,7 +159,7 @@ def gather(
     x: Tensor,
     y: Tensor,
     raw: tuple[Tensor, ...] = (),
-    others: tuple[Tensor, ...] = (),
+    others: tuple[Pair, ...] = (),
 ) -> LinearEvidence:
     """Read the effective weight in calls of as many rows as failed.
 
@@ -154,10 +170,11 @@ def gather(
         x: [M, K] the rows on which it failed.
         y: [M, N] what it gave.
         raw: what the memory of x holds where x is not contiguous, see `LinearEvidence`.
-        others: earlier outputs.
+        others: earlier calls.
     """
     plan = _impulses(weight, x.dtype)
     step = max(1, min(len(x), len(plan[0])))
+    plan = _in_whole_calls(plan, step)
     read: list[Tensor] = []
     started = time.process_time()
     for start in range(0, len(plan[0]), step):
@@ -182,6 +199,8 @@ def gather(
         impulses=Seen.of(seen[chosen]),
         x=x[kept],
         rows=Seen.of(y[kept]),
+        sampled=len(chosen) < len(columns) or len(kept) < len(x),
+        places=kept,
         whole=len(kept) == len(x),
         raw=raw,
         others=others,
@@ -226,6 +245,13 @@ def _impulses(weight: PlainWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if dtype == torch.bfloat16:
         sizes = sizes.to(dtype).to(torch.float32)  # 8 significant bits hold them all
     return torch.cat([again, columns]), torch.cat([sizes, torch.ones(len(columns))])
+
+
+def _in_whole_calls(plan: tuple[Tensor, Tensor], step: int) -> tuple[Tensor, Tensor]:
+    """The impulses, with the first ones again at the end to fill the last call of ``step`` rows."""
+    missing = -len(plan[0]) % step
+    columns, sizes = (torch.cat([part, part[:missing]]) for part in plan)
+    return columns, sizes
 
 
 def _rows(plan: tuple[Tensor, Tensor], part: slice, like: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from reconcile.diagnosis import (
     misread,
     offsets,
     outputs,
+    placement,
     ratios,
     roundings,
     scales,
@@ -26,6 +27,7 @@ OURS: tuple[Hypothesis, ...] = (
     *codes.HYPOTHESES,
     *offsets.HYPOTHESES,
     *outputs.HYPOTHESES,
+    *placement.HYPOTHESES,
     *roundings.HYPOTHESES,
     *layouts.HYPOTHESES,
 )

@@ -14,6 +14,8 @@ from reconcile.diagnosis.hypothesis import few, named, parameters
 from reconcile.diagnosis.model import Fit, LinearModel
 from reconcile.weight import QuantizedWeight
 
+ALIKE_TERM = 2.0**-10
+"""Share of the largest weight below which a column counts as gone."""
 ALIKE = 0.995
 """Correlation from which two rows or columns count as the same one."""
 
@@ -61,10 +63,11 @@ def permutations(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
         return
     values, scale = _values(evidence, base)
     quotients = evidence.readout / scale[:, evidence.columns]
-    quantised = isinstance(evidence.weight, QuantizedWeight)
-    rows = match(quotients, values[:, evidence.columns])
+    rows = match(evidence.readout, base.weight[:, evidence.columns])
     yield from _moved(evidence, base, 0, rows, base.weight[rows], "with their scales")
-    if quantised:
+    if isinstance(evidence.weight, QuantizedWeight):
+        if evidence.weight.format.block is not None:
+            rows = match(quotients, values[:, evidence.columns])
         text = "without their scales"
         yield from _moved(evidence, base, 0, rows, values[rows] * scale, text)
     columns = torch.arange(values.shape[1])
@@ -72,6 +75,44 @@ def permutations(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     columns[seen] = match((read / scale[:, seen]).T, values.T, seen)
     whole = _completed(columns, seen)
     yield from _moved(evidence, base, 1, whole, values[:, whole] * scale, "")
+
+
+@named("column_permutation", cost=3, last_resort=True)
+def misplaced_terms(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
+    """Columns of the weight that meet the activations of other columns, which keep their own.
+
+    As a buffer that is read before it is filled gives: k multiplies what another k should.
+    """
+    seen, read = evidence.read
+    first = {int(k): i for i, k in enumerate(seen.tolist())}
+    places = torch.tensor(sorted(first))
+    if len(places) < base.weight.shape[1]:
+        return
+    read = read[:, [first[int(k)] for k in places]]
+    power = base.weight.square().sum(0)
+    slack = 2.0 * evidence.right.weight.abs().amax() * ALIKE_TERM
+    gone = (read.abs().amax(0) <= slack) & (base.weight.abs().amax(0) > 8 * slack)
+    extra = read - base.weight
+    host = ~gone & (extra.square().sum(0) > ALIKE_TERM * power)
+    if not bool(gone.any()) or not bool(host.any()):
+        return
+    lost, hosts = gone.nonzero().flatten(), host.nonzero().flatten()
+    likeness = _unit(base.weight[:, lost].T) @ _unit(extra[:, hosts].T).T  # [lost, hosts]
+    best = likeness.max(1)
+    found = best.values >= ALIKE
+    if not bool(found.any()):
+        return
+    lost, target = lost[found], hosts[best.indices[found]]
+    weight = base.weight.clone()
+    weight[:, lost] = 0.0
+    weight.index_add_(1, target, base.weight[:, lost])
+    steps = target - lost
+    same = bool((steps == steps[0]).all())
+    where = f"k {int(steps[0]):+d}" if same else f"other k: {few(target)}"
+    text = f"{len(lost)} columns of the weight multiply the activations of {where}: k = {few(lost)}"
+    known = parameters(columns=lost, of=target)
+    free = 2 if same else len(lost)
+    yield Fit("column_permutation", replace(base, weight=weight), text, known, free)
 
 
 def match(read: Tensor, known: Tensor, own: Tensor | None = None) -> Tensor:
@@ -130,6 +171,8 @@ def rules(size: int, per_byte: int) -> Iterator[tuple[str, str, Tensor]]:
     i = torch.arange(size)
     if size % 2 == 0:
         yield "pair_order", "neighbours of a pair are swapped", i ^ 1
+    if size % 4 == 0 and per_byte == 4:
+        yield "nibble_order", "the two halves of each byte are swapped", i ^ 2
     for group in (2, 4, 8):
         if size % group == 0 and group > 2:
             turned = i - i % group + group - 1 - i % group
@@ -187,4 +230,4 @@ def describe_permutation(
     return name, f"permuted: {'; '.join(pairs)}, ...", len(moved)
 
 
-HYPOTHESES = (transposed, permutations)
+HYPOTHESES = (transposed, permutations, misplaced_terms)

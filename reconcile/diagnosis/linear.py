@@ -10,7 +10,7 @@ from torch import Tensor
 
 from reconcile.contract import Contract
 from reconcile.diagnosis.engine import SECONDS, Energy, diagnose
-from reconcile.diagnosis.evidence import Call, LinearEvidence, gather
+from reconcile.diagnosis.evidence import Call, LinearEvidence, Pair, gather
 from reconcile.diagnosis.families import linear_hypotheses
 from reconcile.grouped import PlainWeight
 from reconcile.replay import Call as Outcome
@@ -41,8 +41,8 @@ class Failure:
     """Gives a kernel that is ready for a weight."""
     impulse: bool = False
     """Whether x holds rows of the identity: random rows say more besides the read-out."""
-    others: tuple[Tensor, ...] = ()
-    """Earlier outputs of the same kernel."""
+    others: tuple[Pair, ...] = ()
+    """Earlier calls of the same kernel."""
 
 
 def diagnose_failure(failure: Failure, seconds: float = SECONDS) -> tuple[Diagnosis, ...]:

@@ -13,6 +13,7 @@ from reconcile.diagnosis.evidence import LinearEvidence
 from reconcile.diagnosis.hypothesis import few, named, parameters
 from reconcile.diagnosis.model import Fit, LinearModel
 from reconcile.diagnosis.ratios import snapped
+from reconcile.diagnosis.roundings import row_scale
 from reconcile.rounding import round_to
 
 
@@ -28,6 +29,12 @@ def bias(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     usable = torch.isfinite(offset)
     b, d = base.bias[usable], offset[usable]
     factor = snapped(1 + float((b * d).sum() / (b * b).sum()), 2.0**-8)
+    scale = row_scale(evidence)
+    if scale is not None and bool((scale != 1).any()):
+        for what, factors in (("multiplied", scale), ("divided", 1 / scale)):
+            model = replace(base, bias=factors * base.bias)
+            text = f"the bias is {what} by the scale of the weight"
+            yield Fit("bias_scaled", model, text, parameters(by=what))
     if factor not in (0.0, 1.0, 2.0):
         model = replace(base, bias=factor * base.bias)
         text = f"the bias is multiplied by {factor:.6g}"

@@ -24,8 +24,6 @@ def with_rows(base: LinearModel, after: Map) -> LinearModel:
 @named("m_tail_dropped", "unwritten", cost=1)
 def tails(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     """The last rows of a call, or the last columns of them, are zero or were never written."""
-    if not evidence.whole:
-        return
     y = evidence.rows.y
     m = len(y)
     for name, empty, value in (
@@ -40,8 +38,8 @@ def tails(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
             yield Fit(
                 name,
                 with_rows(base, _filled(start, value)),
-                f"rows m >= {start} of {m} are {what}",
-                parameters(start=start, of=m),
+                f"rows m >= {int(evidence.places[start])} of {evidence.m} are {what}",
+                parameters(start=evidence.places[start], of=evidence.m),
                 1,
             )
     columns = y.isnan().all(0)
@@ -55,6 +53,40 @@ def tails(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
             parameters(columns=places),
             1,
         )
+
+
+@named("unwritten", cost=0)
+def missing_elements(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
+    """Nothing at all, the last elements in memory, or a corner: NaN where a number belongs."""
+    exact, _ = base.exact(evidence.x)
+    missing = evidence.rows.y.isnan() & exact.isfinite()
+    count, of = int(missing.sum()), missing.numel()
+    if not count:
+        return
+    if count == of:
+        model = with_rows(base, lambda y: torch.full_like(y, torch.nan))
+        yield Fit("unwritten", model, "no output is written", parameters(count=count))
+    elif evidence.whole and bool(missing.flatten()[-count:].all()):
+        text = f"the last {count} of {of} outputs in memory are not written"
+        model = with_rows(base, _without_last(count))
+        yield Fit("unwritten", model, text, parameters(count=count, of=of), 1)
+    rows, columns = missing.any(1), missing.any(0)
+    whole = bool(rows.all()) or bool(columns.all())
+    if not whole and torch.equal(missing, rows[:, None] & columns):
+        first = parameters(m=rows.nonzero().flatten(), n=columns.nonzero().flatten())
+        text = f"{int(rows.sum())} rows by {int(columns.sum())} columns are not written"
+        kept = evidence.rows.y.double()
+        model = replace(with_rows(base, _replaced(missing, kept)), rows_only=True)
+        yield Fit("unwritten", model, text, first, 4)
+
+
+def _without_last(count: int) -> Map:
+    def after(y: Tensor) -> Tensor:
+        changed = y.flatten().clone()
+        changed[-count:] = torch.nan
+        return changed.view_as(y)
+
+    return after
 
 
 def _filled(start: int, value: float) -> Map:
@@ -101,24 +133,30 @@ def strided(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
 
 @named("stale_output", cost=2)
 def stale(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
-    """The output of an earlier call."""
+    """The output of an earlier call on other rows, where that tells them apart."""
     y = evidence.rows.y
-    for old in evidence.others:
-        rows = old.reshape(-1, old.shape[-1])
-        if rows.shape[-1] != y.shape[-1]:
+    telling = (y != y[:, :1]).any(1) & y.isfinite().all(1)  # others may come from anywhere
+    telling &= (evidence.excess(base)[1] > 0).any(1)
+    for given, old in evidence.others:
+        if old.shape[1] != y.shape[1] or given.shape[1] != evidence.x.shape[1]:
             continue
-        same = (rows[:, None, :] == y[None, :, :]).all(-1).any(0)  # [M]
+        matches = torch.cdist(old.float(), y.float(), p=torch.inf) == 0  # [earlier M, M]
+        matches &= old.isfinite().all(1)[:, None]
+        matches &= torch.cdist(given.float(), evidence.x.float(), p=torch.inf) > 0
+        same = matches.any(0) & telling
         if not bool(same.any()):
             continue
         kept = y.double()
-        model = replace(with_rows(base, _replaced(same, kept)), rows_only=True)
+        model = replace(with_rows(base, _replaced(same[:, None], kept)), rows_only=True)
         text = f"{int(same.sum())} of {len(y)} rows are bit by bit those of an earlier call"
         yield Fit("stale_output", model, text, parameters(rows=same.nonzero().flatten()), 1)
 
 
-def _replaced(rows: Tensor, values: Tensor) -> Map:
+def _replaced(places: Tensor, values: Tensor) -> Map:
+    """The values seen at places [M, 1] or [M, N] of one call."""
+
     def after(y: Tensor) -> Tensor:
-        return torch.where(rows[:, None], values, y) if y.shape == values.shape else y
+        return torch.where(places, values, y) if y.shape == values.shape else y
 
     return after
 
@@ -164,4 +202,4 @@ def row_factors(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     yield Fit("activation_scale", model, text, parameters(factors=listed), len(factor))
 
 
-HYPOTHESES = (tails, shifted, strided, stale, memory, row_factors)
+HYPOTHESES = (missing_elements, tails, shifted, strided, stale, memory, row_factors)

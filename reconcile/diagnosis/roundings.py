@@ -172,13 +172,21 @@ def activations(_: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
         if name == declared:
             continue
         what = f"instead of {declared}" if declared != "none" else "and the contract declares none"
+        both = name.startswith("mxfp8") and declared.startswith("mxfp8")
         text = f"the activations are quantised by {name}, {what}"
+        if both:  # the same codes under another power of two
+            text = f"the scales of the activations follow the rule {name}, {what}"
         model = replace(base, quantise=quantise)
-        yield Fit("activation_quantised", model, text, parameters(quantiser=name))
+        title = "activation_scale" if both else "activation_quantised"
+        yield Fit(title, model, text, parameters(quantiser=name))
     if declared != "none":
         text = f"the activations are not quantised, the contract declares {declared}"
         model = replace(base, quantise=lambda x: x)
         yield Fit("activation_quantised", model, text, parameters(quantiser=None))
+    if declared != "none":
+        text = "the scale of a row of zeros is 0, and its codes are 0 / 0"
+        model = replace(base, quantise=lambda x: _without_floor(base, x))
+        yield Fit("activation_scale", model, text, parameters(rule="no floor"))
     for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
         text = f"the activations are cast to {dtype}"
         model = replace(base, quantise=_cast(getattr(torch, dtype)))
@@ -186,6 +194,10 @@ def activations(_: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     for text, found, quantise in _scalings():
         model = replace(base, quantise=quantise)
         yield Fit("activation_scale", model, text, found)
+
+
+def _without_floor(base: LinearModel, x: Tensor) -> Tensor:
+    return torch.where((x == 0).all(-1, keepdim=True), torch.nan, base.operands(x))
 
 
 def _cast(dtype: torch.dtype) -> Map:
@@ -196,7 +208,9 @@ def _cast(dtype: torch.dtype) -> Map:
 def _scalings() -> Iterator[tuple[str, dict[str, object], Map]]:
     """Int8 and fp8 quantisers whose scale is lost, shared, or taken from something else."""
     for kind, largest in (("int8", 127.0), ("fp8", 448.0)):
-        for rule in ("lost", "tensor", "reciprocal", "bfloat16", "truncated", "double"):
+        for rule in _RULES:
+            if kind == "fp8" and rule.startswith("truncated"):
+                continue
             quantise = _scaling(kind, largest, rule)
             yield f"{_RULES[rule]} ({kind})", parameters(rule=rule, quantiser=kind), quantise
 
@@ -207,6 +221,7 @@ _RULES = {
     "reciprocal": "the activation scale is applied as a rounded reciprocal",
     "bfloat16": "the activation scale is rounded to bfloat16",
     "truncated": "activation codes are truncated instead of rounded",
+    "truncated after a product": "activation codes are truncated instead of rounded",
     "double": "the activation scale is applied twice",
 }
 
@@ -220,9 +235,11 @@ def _scaling(kind: str, largest: float, rule: str) -> Map:
         scale = amax / torch.full_like(amax, largest)
         used = scale.bfloat16().float() if rule == "bfloat16" else scale
         scaled = wide * (1 / used) if rule == "reciprocal" else wide / used
+        if rule == "truncated after a product":
+            scaled = wide * (torch.full_like(amax, largest) / amax)
         if kind == "fp8":
             codes = scaled.clamp(-largest, largest).to(torch.float8_e4m3fn).double()
-        elif rule == "truncated":
+        elif rule.startswith("truncated"):
             codes = scaled.trunc().clamp(-largest - 1, largest).double()
         else:
             codes = scaled.round().clamp(-largest - 1, largest).double()

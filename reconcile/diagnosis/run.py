@@ -117,11 +117,11 @@ def _op(
         if row.shape[1:2] == (1,):  # one row alone of each group
             return ()
         return diagnose_groups(weight, plan.arithmetic.at(row.shape[1]), x.to(plan.dtype), y)
-    others = _outputs(ours, module, row.pass_)
+    others = _calls(theirs if isolated else ours, ours, module, row.pass_)
     flat, out = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     if row.shape and row.shape[0] == 1 and len(flat) > 1:
         alone = c.tensors[str(Tap(module, "out.row"))]
-        others.append(out)  # a kernel may answer one row from what it gave for all
+        others.append((flat, out))  # a kernel may answer one row from what it gave for all
         flat, out = flat[len(flat) // 2 :][:1], alone.reshape(1, -1)
     engine, kernel = plan.engine, plan.kernel
     failure = Failure(
@@ -135,10 +135,16 @@ def _op(
     return diagnose_failure(failure)
 
 
-def _outputs(passes: Mapping[str, Pass], module: str, key: str) -> list[Tensor]:
-    """What the op gave in other passes."""
-    tap = str(Tap(module, "out"))
-    return [p.tensors[tap] for name, p in passes.items() if name != key and tap in p.tensors]
+def _calls(
+    given: Mapping[str, Pass], passes: Mapping[str, Pass], module: str, key: str
+) -> list[tuple[Tensor, Tensor]]:
+    """What the op was given, rows [M, K], and gave, [M, N], in other passes."""
+    first, last = str(Tap(module, "in0")), str(Tap(module, "out"))
+    return [
+        (given[name].tensors[first].flatten(0, -2), one.tensors[last].flatten(0, -2))
+        for name, one in passes.items()
+        if name != key and last in one.tensors and first in given[name].tensors
+    ]
 
 
 ALIKE = 1e-3

@@ -16,6 +16,7 @@ from reconcile.diagnosis.ratios import (
     common_value,
     ratios,
     scaled,
+    snapped,
     tolerance,
     wrong_lines,
 )
@@ -67,16 +68,31 @@ def _medians(found: Tensor, columns: Tensor, size: Grid, grid: torch.Size) -> Te
     return result
 
 
+SHARED = (2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of neighbours that may be given one scale."""
+
 Law = tuple[str, str, Callable[[Tensor], Tensor]]
 LAWS: tuple[Law, ...] = (
     ("scale_missing", "the scale is not applied", torch.ones_like),
     ("scale_inverted", "the inverse of the scale is applied", torch.reciprocal),
     ("scale_squared", "the scale is applied twice", torch.square),
+    (
+        "scale_mantissa_dropped",
+        "the scale is rounded up to a power of two",
+        lambda scale: torch.exp2(torch.ceil(torch.log2(scale))),
+    ),
 )
 """Name, words, and the effective scale as it is to the one that was used."""
 
 
-@named("scale_missing", "scale_inverted", "scale_squared", "last_block_scale_dropped", cost=1)
+@named(
+    "scale_missing",
+    "scale_inverted",
+    "scale_squared",
+    "scale_mantissa_dropped",
+    "last_block_scale_dropped",
+    cost=1,
+)
 def laws(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     """One rule broken in all cells or in some."""
     cells = cells_of(evidence, base)
@@ -184,6 +200,38 @@ def _refined(evidence: LinearEvidence, base: LinearModel, cells: Cells, slack: f
     return common_ratio(read, weight, slack)
 
 
+@named("zero_point", cost=3)
+def zero_points(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
+    """The codes of some cells shifted by one amount before the scale."""
+    cells = cells_of(evidence, base)
+    if cells is None or cells.scale.numel() < 2:
+        return
+    weight = evidence.weight
+    assert isinstance(weight, QuantizedWeight)
+    scale = cells.spread(cells.scale, base.weight.shape)
+    at = evidence.columns
+    shifts = (evidence.readout - base.weight[:, at]) / scale[:, at]
+    found = _medians(shifts, at, cells.size, cells.scale.shape)
+    size = float((base.weight[:, at] / scale[:, at]).abs().nanmedian())
+    wrong = ~found.isnan() & (found.abs() > 4 * tolerance(evidence) * size)
+    if not bool(wrong.any()):
+        return
+    same = common_value(found[wrong], 2.0**-5)
+    if same is None:
+        return
+    shift = snapped(same, 2.0**-6)
+    added = cells.spread(torch.where(wrong, shift, 0.0), base.weight.shape) * scale
+    places = wrong.nonzero().tolist()
+    text = f"the codes of {len(places)} of {wrong.numel()} {_where(cells, places)} are shifted by "
+    yield Fit(
+        "zero_point",
+        replace(base, weight=base.weight + added),
+        f"{text}{shift:.6g} before the scale",
+        _places(cells, places) | parameters(zero_point=-shift),
+        3,
+    )
+
+
 @named("scale_reused", cost=2)
 def reused(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     """Cells under the scale of another cell: always the same one, or a neighbour."""
@@ -214,6 +262,30 @@ def reused(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
                 model = scaled(base, cells.spread(grid, base.weight.shape))
                 text = f"each scale is that of its neighbour, {step:+d} along {'NK'[dim]}"
                 yield Fit("scale_reused", model, text, parameters(shift=step, axis="NK"[dim]), 1)
+
+    yield from _of_groups(cells, used, base, slack)
+
+
+def _of_groups(cells: Cells, used: Tensor, base: LinearModel, slack: float) -> Iterator[Fit]:
+    """Neighbours that share the scale of the first, or the last, of them."""
+    for dim in (0, 1):
+        size = cells.scale.shape[dim]
+        i = torch.arange(size)
+        for length in (length for length in SHARED if length < size):
+            for what, source in (
+                ("first", i - i % length),
+                ("last", (i - i % length + length - 1).clamp(max=size - 1)),
+            ):
+                moved = cells.scale.index_select(dim, source)
+                agrees = (used / moved - 1).abs() <= slack
+                differs = (moved / cells.scale - 1).abs() > slack
+                if not bool(differs.any()) or float(agrees[differs].double().mean()) <= 0.9:
+                    continue
+                grid = torch.where(cells.wrong & agrees, moved / cells.scale, 1.0)
+                model = scaled(base, cells.spread(grid, base.weight.shape))
+                text = f"the scale of the {what} of each {length} along {'NK'[dim]} serves for all"
+                found = parameters(length=length, axis="NK"[dim], which=what)
+                yield Fit("scale_reused", model, text, found, 1)
 
 
 def _whole_lines(agrees: Tensor, wrong: Tensor) -> bool:
@@ -287,4 +359,4 @@ def _lengths(evidence: LinearEvidence, base: LinearModel, dim: int, declared: in
     return sorted(length for length in tried if 0 < length <= size and length != declared)
 
 
-HYPOTHESES = (laws, reused, boundaries, factors)
+HYPOTHESES = (laws, reused, boundaries, factors, zero_points)
