@@ -12,6 +12,9 @@ from reconcile.report import Diagnosis
 ENOUGH = 0.99
 """Share of the error's energy that an explanation must take away."""
 
+NAMES = ("strided_output", "strided_input", "group_shifted", "group_bias")
+"""Diagnoses that this file can give."""
+
 Fault = tuple[str, str, Tensor, dict[str, int]]
 """Name, text, the result [G, M, N] that it gives, and its parameters."""
 

@@ -23,7 +23,7 @@ READ_MOST = 1 << 20
 """At most this many elements of the effective weight are read."""
 WEIGHED = 1 << 18
 """On at most this many read elements every hypothesis is weighed."""
-MOST_ROWS = 64
+MOST_ROWS = 144
 """Of more failing rows than these a sample is weighed."""
 AMPLITUDES = (3.0, 5.0, 7.0, 11.0, 13.0, 101.0, 107.0, 173.0, 211.0, 251.0)
 """Odd integers: the output's rounding hides other digits of the weight at each of them."""

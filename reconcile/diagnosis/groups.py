@@ -19,6 +19,9 @@ from reconcile.weight import QuantizedWeight
 SURE = 0.9
 """Share of the error energy that a reading must explain to be named."""
 
+NAMES = ("scale_reused", "group_reused")
+"""Diagnoses that this file can give."""
+
 Reading = tuple[str, str, dict[str, object], list[Tensor]]
 """Name, words, parameters, and the weight of each group, float64 [N, K]."""
 

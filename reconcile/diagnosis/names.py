@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from reconcile.diagnosis import module_set, modules, norm_fits, variations
+from reconcile.diagnosis import (
+    between_groups,
+    groups,
+    module_set,
+    modules,
+    norm_fits,
+    variations,
+)
 from reconcile.diagnosis.families import linear_hypotheses
 
 
 def known_names() -> frozenset[str]:
-    """Names of the hypotheses about linears, norms, modules and models."""
+    """Names of the hypotheses about linears, groups, norms, modules and models."""
     linear = {name for hypothesis in linear_hypotheses() for name in hypothesis.names}
-    return frozenset(
-        linear | {*norm_fits.NAMES, *variations.NAMES, *modules.NAMES, *module_set.NAMES}
-    )
+    others = (norm_fits, variations, modules, module_set, between_groups, groups)
+    return frozenset(linear.union(*(file.NAMES for file in others)))
