@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from reconcile.check import check_linear
 from reconcile.contract import Contract
@@ -72,13 +73,15 @@ def check_batched_linear(
     rows: list[Row] = []
     notices = [f"probed groups {list(chosen)} of {count}"]
     for group in chosen:
+        shown: list[str] = []
         report = check_linear(
-            _one_group(kernel, weight, bias, group, chosen),
+            _one_group(kernel, weight, bias, group, chosen, shown),
             weight[group],
             bias=None if bias is None else bias[group],
             **options,
         )
-        rows += [replace(row, tap=f"linear.{group}:out") for row in report.rows]
+        named = [_named(row, shown) for row in report.rows]
+        rows += [replace(row, tap=f"linear.{group}:out") for row in named]
         notices += report.notices
     compared = len({row.tap for row in rows if row.stats})
     layout = _layout(kernel, weight, bias, options)
@@ -96,6 +99,40 @@ def check_batched_linear(
         seconds=round(time.perf_counter() - started, 3),
         notices=tuple(dict.fromkeys(notices)),
     )
+
+
+def _named(row: Row, shown: Sequence[str]) -> Row:
+    """The row with the diagnosis of outputs of other groups that nobody wrote."""
+    if row.reason is not Reason.RAISED or not any(text in row.text for text in shown):
+        return row
+    text = "they are finite where memory that nobody wrote holds 1, and NaN where it holds NaN"
+    return replace(row, diagnosis=(Diagnosis(name="unwritten", explains=1.0, text=text),))
+
+
+class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills what torch leaves uninitialised with 1."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        if "empty" in str(func) and isinstance(made, Tensor):
+            made.fill_(1)
+        return made
+
+
+def _shows_unwritten(kernel: Callable[..., Tensor], given: list[Tensor], groups: list[int]) -> bool:
+    """Whether outputs that are not finite become so if uninitialised memory holds 1."""
+    try:
+        with _Ones():  # type: ignore[no-untyped-call]
+            y = kernel(*(operand.clone() for operand in given))
+    except Exception:  # noqa: BLE001 - the kernel is what is judged
+        return False
+    return all(bool(y[group].isfinite().all()) for group in groups)
 
 
 def _blocked(row: Row, cause: str) -> Row:
@@ -181,11 +218,13 @@ def _one_group(
     bias: Tensor | None,
     group: int,
     chosen: tuple[int, ...],
+    shown: list[str],
 ) -> Callable[..., Tensor]:
     """The batched kernel as a plain one whose operands stand in place ``group``.
 
     What it does to the other groups is raised: it must leave their operands alone and keep their
-    outputs finite whatever the probed group holds. An output that is not finite although all
+    outputs finite whatever the probed group holds; ``shown`` gets the texts of those that are of
+    memory that nobody wrote. An output that is not finite although all
     operands are is left to the probes of its own group, where that is among the ``chosen``.
     """
     count = weight.shape[0]
@@ -224,9 +263,10 @@ def _one_group(
         if not spread and set(spoilt) <= set(chosen):
             unwritten.update(spoilt)
         elif strange := sorted(set(spoilt) - unwritten):
-            raise RuntimeError(
-                f"outputs of other groups, whose operands are finite, are not: groups {strange}"
-            )
+            text = f"outputs of other groups, whose operands are finite, are not: groups {strange}"
+            if _shows_unwritten(kernel, kept, strange):
+                shown.append(text)
+            raise RuntimeError(text)
         return y[group].reshape(*x.shape[:-1], y.shape[-1])
 
     plain.__name__ = getattr(kernel, "__name__", type(kernel).__name__)

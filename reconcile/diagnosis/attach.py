@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from reconcile.diagnosis.engine import NONE_FITS
 from reconcile.diagnosis.linear import NOT_DIAGNOSED, NUMERIC, Failure, diagnose_failure
-from reconcile.report import Diagnosis, Row
+from reconcile.report import Diagnosis, Reason, Row
 
 MOST = 3
 """Distinct failures of one check that are diagnosed."""
@@ -45,7 +45,8 @@ def with_diagnoses(
             continue
         kind = item.broader if _names_a_cause(known.get(item.broader, ())) else item.kind
         if kind not in known and _in_budget(len(known), time.process_time() - started):
-            known[kind] = diagnose_failure(item.failure)
+            shown = row.text if row.reason is Reason.UNWRITTEN else ""
+            known[kind] = diagnose_failure(replace(item.failure, unwritten=shown))
         left += kind not in known
         done.append(replace(row, diagnosis=known.get(kind, ())))
     notes = [f"not diagnosed: {left} further failing rows"] if left else []

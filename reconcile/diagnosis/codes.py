@@ -13,7 +13,7 @@ from torch import Tensor
 from reconcile.diagnosis.evidence import LinearEvidence, effective_scale, logical_codes
 from reconcile.diagnosis.hypothesis import few, named, parameters
 from reconcile.diagnosis.model import Fit, LinearModel
-from reconcile.diagnosis.ratios import snapped, tolerance
+from reconcile.diagnosis.ratios import common_value, snapped, tolerance
 from reconcile.weight import QuantizedWeight
 
 
@@ -114,6 +114,52 @@ def _zero_point(
         yield Fit("zero_point", model, text, parameters(zero_point=-value), 1)
 
 
+@named("zero_point", cost=4)
+def zero_points(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
+    """The codes of a range of K, or of some rows, shifted by one amount before the scale."""
+    weight = evidence.weight
+    if not isinstance(weight, QuantizedWeight) or not len(evidence.columns):
+        return
+    codes = logical_codes(weight)
+    assert codes is not None
+    scale, slack = scale_of(evidence, base, codes), tolerance(evidence)
+    at, right = scale[:, evidence.columns], base.weight[:, evidence.columns]
+    shift = (evidence.readout - right) / at
+    noise = 2 * slack * (right.abs() + evidence.readout.abs()) / at.abs()
+    for dim, axis in ((0, "K"), (1, "N")):
+        lines = torch.nanmedian(shift, dim, keepdim=True).values
+        agrees = ((shift - lines).abs() <= noise).double().mean(dim) > 0.9
+        moved = agrees & ~((shift.abs() <= noise).double().mean(dim) > 0.9)
+        if not bool(moved.any()) or bool(moved.all()):
+            continue
+        value = common_value(lines.flatten()[moved], slack)
+        if value is None:
+            continue
+        hit = _all_of(moved, evidence.columns, base.weight.shape[1]) if dim == 0 else moved
+        places = hit.nonzero().flatten()
+        added = torch.where(hit[None, :] if dim == 0 else hit[:, None], value, 0.0) * scale
+        what = f"k = {few(places)}" if dim == 0 else f"n = {few(places)}"
+        yield Fit(
+            "zero_point",
+            replace(base, weight=base.weight + added),
+            f"codes at {len(places)} of {len(hit)} places along {axis} are shifted by {value:.6g} "
+            f"before the scale, a zero point: {what}",
+            parameters(zero_point=-value, axis=axis, places=places),
+            2,
+        )
+
+
+def _all_of(moved: Tensor, columns: Tensor, k: int) -> Tensor:
+    """Per column of the weight: as its nearest neighbour that was read, [K]."""
+    order = columns.argsort()
+    known = columns[order]
+    after = torch.searchsorted(known, torch.arange(k)).clamp(max=len(known) - 1)
+    before = (after - 1).clamp(min=0)
+    near = torch.arange(k)
+    nearer = (known[after] - near).abs() <= (near - known[before]).abs()
+    return moved[order][torch.where(nearer, after, before)]
+
+
 def _name(
     weight: QuantizedWeight, guilty: Sequence[int], used: Tensor, right: Tensor
 ) -> tuple[str, str]:
@@ -140,4 +186,4 @@ def _smallest_normal(values: list[float]) -> float:
     return values[max(0, (same + 1) // 2 - 1)] if same else values[0]
 
 
-HYPOTHESES = (table,)
+HYPOTHESES = (table, zero_points)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import Contract
-from reconcile.diagnosis.engine import SECONDS, Energy, diagnose
+from reconcile.diagnosis.engine import NONE_FITS, SECONDS, Energy, diagnose
 from reconcile.diagnosis.evidence import Call, LinearEvidence, Pair, gather
 from reconcile.diagnosis.families import linear_hypotheses
 from reconcile.grouped import PlainWeight
@@ -43,6 +43,8 @@ class Failure:
     """Whether x holds rows of the identity: random rows say more besides the read-out."""
     others: tuple[Pair, ...] = ()
     """Earlier calls of the same kernel."""
+    unwritten: str = ""
+    """Which elements poison showed to be unwritten, in words; empty: none, or not asked."""
 
 
 def diagnose_failure(failure: Failure, seconds: float = SECONDS) -> tuple[Diagnosis, ...]:
@@ -52,9 +54,20 @@ def diagnose_failure(failure: Failure, seconds: float = SECONDS) -> tuple[Diagno
     """
     try:
         with torch.no_grad():
-            return diagnose(evidence_of(failure), linear_hypotheses(), seconds)
+            found = diagnose(evidence_of(failure), linear_hypotheses(), seconds)
     except Exception as error:  # noqa: BLE001 - the verdict must stand whatever happens here
-        return (note(error),)
+        found = (note(error),)
+    return _with_poison(failure, found)
+
+
+def _with_poison(failure: Failure, found: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
+    """What poisoned memory shows needs no fit: it is NaN in one call and a number in the next."""
+    if not failure.unwritten or any(item.name == "unwritten" for item in found[:1]):
+        return found
+    text = f"never written, or summed from what was never written: {failure.unwritten}"
+    shown = Diagnosis(name="unwritten", explains=1.0, text=text)
+    fitted = [item for item in found[:1] if item.name not in (NONE_FITS, NOT_DIAGNOSED)]
+    return (shown, *(replace(item, role="runner_up") for item in fitted))
 
 
 def note(error: Exception) -> Diagnosis:

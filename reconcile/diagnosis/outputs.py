@@ -173,6 +173,21 @@ def memory(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
         yield Fit("strided_input", replace(base, quantise=read), text)
 
 
+@named("activation_scale", cost=1)
+def zero_rows(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
+    """A row of zeros has the scale 0, and 0 / 0 is NaN."""
+    zero = (evidence.x == 0).all(1)
+    if not bool(evidence.rows.y[zero].isnan().any()):
+        return
+
+    def divided(x: Tensor) -> Tensor:
+        return torch.where((x == 0).all(1, keepdim=True), torch.nan, base.operands(x))
+
+    text = "a row of zeros becomes NaN: its scale is 0, and is divided by"
+    where = parameters(rows=zero.nonzero().flatten())
+    yield Fit("activation_scale", replace(base, quantise=divided), text, where)
+
+
 @named("activation_scale", cost=6)
 def row_factors(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     """Each row of the output under a factor of its own, as a missing activation scale gives.
@@ -202,4 +217,4 @@ def row_factors(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     yield Fit("activation_scale", model, text, parameters(factors=listed), len(factor))
 
 
-HYPOTHESES = (missing_elements, tails, shifted, strided, stale, memory, row_factors)
+HYPOTHESES = (missing_elements, tails, shifted, strided, stale, memory, zero_rows, row_factors)

@@ -198,7 +198,7 @@ def _ranges(
     declared = evidence.right.contract.split_k
     if share and k // length <= 16 and k // length > 1:
         parts = k // length
-        likely = parts == declared or length >= k / 4
+        likely = parts == declared or (length >= k / 4 and end < k)  # at the end: a tail
         text = f"part {start // length} of {parts} equal parts of K is missing: {start} to {end}"
         yield Fit("split_missing", model, text, place | {"parts": parts}, 0 if likely else 3)
     if ratio == 0 and end == k:

@@ -17,7 +17,7 @@ from reconcile.diagnosis.modules import diagnose_modules
 from reconcile.grouped import GroupedWeight
 from reconcile.plan import Plan
 from reconcile.replay import Prepared
-from reconcile.report import Diagnosis, Level, Row, Verdict
+from reconcile.report import Diagnosis, Level, Reason, Row, Verdict
 from reconcile.trace import Pass, Tap, Trace
 
 MOST_OPS = 3
@@ -131,6 +131,7 @@ def _op(
         y=out,
         prepare=lambda given: Prepared.attempt(kernel, engine, given, plan.dtype),
         others=tuple(others),
+        unwritten=row.text if row.reason is Reason.UNWRITTEN else "",
     )
     return diagnose_failure(failure)
 

@@ -81,6 +81,16 @@ LAWS: tuple[Law, ...] = (
         "the scale is rounded up to a power of two",
         lambda scale: torch.exp2(torch.ceil(torch.log2(scale))),
     ),
+    (
+        "scale_mantissa_dropped",
+        "the scale is rounded down to a power of two",
+        lambda scale: torch.exp2(torch.floor(torch.log2(scale))),
+    ),
+    (
+        "scale_mantissa_dropped",
+        "the scale is rounded to the nearest power of two",
+        lambda scale: torch.exp2(torch.round(torch.log2(scale))),
+    ),
 )
 """Name, words, and the effective scale as it is to the one that was used."""
 
@@ -251,19 +261,26 @@ def reused(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
             text = f"{int(cells.wrong.sum())} scales are replaced by the one at {tuple(place)}"
             yield Fit("scale_reused", model, text, parameters(source=place), 2)
     for dim in (0, 1):
-        for step in (1, -1):
-            if cells.scale.shape[dim] < 3:
-                continue
-            moved = cells.scale.roll(step, dim)
+        for text, index, found in _sources(cells.scale.shape[dim]):
+            moved = cells.scale.index_select(dim, index)
             agrees = (used / moved - 1).abs() <= slack
             differs = (moved / cells.scale - 1).abs() > slack
             if bool(agrees[differs].double().mean() > 0.9):
                 grid = torch.where(cells.wrong & agrees, moved / cells.scale, 1.0)
                 model = scaled(base, cells.spread(grid, base.weight.shape))
-                text = f"each scale is that of its neighbour, {step:+d} along {'NK'[dim]}"
-                yield Fit("scale_reused", model, text, parameters(shift=step, axis="NK"[dim]), 1)
-
+                what = f"each scale is that of {text} along {'NK'[dim]}"
+                yield Fit("scale_reused", model, what, found | parameters(axis="NK"[dim]), 1)
     yield from _of_groups(cells, used, base, slack)
+
+
+def _sources(count: int) -> Iterator[tuple[str, Tensor, dict[str, object]]]:
+    """Regular ways to take the scale of another cell: words, its index for each, parameters."""
+    places = torch.arange(count)
+    if count < 3:
+        return
+    for step in (1, -1):
+        yield f"its neighbour, {step:+d}", places.roll(step), parameters(shift=step)
+    yield "the one as far from the other end", places.flip(0), parameters(reversed=True)
 
 
 def _of_groups(cells: Cells, used: Tensor, base: LinearModel, slack: float) -> Iterator[Fit]:

@@ -195,6 +195,43 @@ def _mask(name: str, kind: str) -> Hooks:
     return _on_argument(name, "attention_mask", change)
 
 
+def first_wrong(candidate: Tensor, right: Tensor) -> int | None:
+    """The position from which on the error of [..., T, C] is another; None: it is so from 0 on.
+
+    Splits the logarithms of the errors where two levels describe them best.
+    """
+    c, r = (side.reshape(-1, *side.shape[-2:])[0] for side in (candidate, right))
+    power = (c - r).square().sum(-1) / r.square().sum(-1).clamp_min(1e-300)
+    levels = power.clamp_min(1e-12).log()
+    best, place = 0.0, None
+    for t in range(1, len(levels)):
+        before, after = levels[:t], levels[t:]
+        jump = float(after.mean() - before.mean())
+        gain = jump * jump * t * (len(levels) - t) / len(levels)
+        if jump > LEAST_JUMP and gain > best:
+            best, place = gain, t
+    return place
+
+
+LEAST_JUMP = 3.0
+"""Logarithm of the factor by which the squared error must grow at a window's edge."""
+
+
+def windows(layer: nn.Module, first: int | None) -> Iterator[Variation]:
+    """Attention to as many keys as positions are right."""
+    attention = _child(layer, "q_proj", "k_proj", "v_proj", "o_proj")
+    if attention is None or first is None:
+        return
+    name, _ = attention
+
+    def change(mask: Tensor) -> Tensor:
+        far = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(-first)
+        return mask.masked_fill(far, torch.finfo(mask.dtype).min)
+
+    hooks = _on_argument(name, "attention_mask", change)
+    yield Variation("mask", name, f"a position sees {first} keys and no earlier ones", hooks)
+
+
 def _attribute(name: str, attribute: str, value: float) -> Hooks:
     def hooks(layer: nn.Module, stack: ExitStack) -> None:
         block = layer.get_submodule(name)

@@ -143,6 +143,14 @@ def fp8_activations(x, weight, bias=None):
     return linear(x.float().to(torch.float8_e4m3fn).double(), v * s).to(x)
 
 
+def scale_of_zeros(x, weight, bias=None):
+    """0 / 0 in the rows that are zero."""
+    wide = x.double()
+    size = wide.abs().amax(-1, keepdim=True)
+    v, s = parts(weight)
+    return linear(torch.where(size == 0, torch.nan, wide), v * s, bias).to(x.dtype)
+
+
 def m_tail(x, weight, bias=None):
     y = kernel(lambda v, s: v * s)(x, weight, bias)
     flat = y.view(-1, y.shape[-1])
@@ -280,6 +288,25 @@ FAULTS = [
         kernel(lambda v, s: v * 2.0 ** s.log2().floor()),
         "scale_mantissa_dropped",
     ),
+    (
+        "power of two above",
+        BLOCK,
+        kernel(lambda v, s: v * 2.0 ** s.log2().ceil()),
+        "scale_mantissa_dropped",
+    ),
+    (
+        "nearest power of two",
+        CHANNEL,
+        kernel(lambda v, s: v * 2.0 ** s.log2().round()),
+        "scale_mantissa_dropped",
+    ),
+    (
+        "second of each two",
+        MX,
+        kernel(lambda v, s: v * s[:, torch.arange(v.shape[1]) // 64 * 64 + 32]),
+        "scale_reused",
+    ),
+    ("scales from behind", CHANNEL, kernel(lambda v, s: v * s.flip(0)), "scale_reused"),
     ("first scale", CHANNEL, kernel(lambda v, s: v * s[0, 0]), "scale_reused"),
     ("first K block", BLOCK, kernel(lambda v, s: v * s[:, :1]), "scale_reused"),
     ("transposed grid", BLOCK, only((256, 256), lambda v, s: v * s.T), "scale_axis"),
@@ -305,6 +332,18 @@ FAULTS = [
     ("sign extended", TERNARY, sign_extended, "ternary_table"),
     ("from minus one", TERNARY, from_minus_one, "ternary_table"),
     ("byte as number", MX, e8m0_as_number, "bytes_as_numbers"),
+    (
+        "zero point of a K range",
+        TERNARY,
+        kernel(lambda v, s: (v + 0.5 * (torch.arange(v.shape[1]) // 64 == 2)) * s),
+        "zero_point",
+    ),
+    (
+        "zero point of some rows",
+        CHANNEL,
+        kernel(lambda v, s: (v - 1.0 * (torch.arange(len(v))[:, None] % 7 == 3)) * s),
+        "zero_point",
+    ),
     ("zero point", CHANNEL, kernel(lambda v, s: (v + 0.25) * s), "zero_point"),
     # layout
     ("transposed", "square", transposing, "transposed"),
@@ -360,6 +399,7 @@ FAULTS = [
     ),
     ("int8 activations", TERNARY, int8_activations, "activation_quantised"),
     ("fp8 activations", "dense", fp8_activations, "activation_quantised"),
+    ("0 / 0", CHANNEL, scale_of_zeros, "activation_scale"),
     ("saturates", "dense", saturating, "saturation"),
     # offset
     ("no bias", "biased", bias_times(0), "bias_missing"),
@@ -523,6 +563,36 @@ def test_a_group_of_a_batched_linear_is_diagnosed():
     failing = list(report.failures())
     assert {row.tap for row in failing} == {"linear.2:out"}
     assert failing[0].diagnosis[0].name == "n_tail_dropped"
+
+
+def test_memory_that_nobody_wrote_is_named_whatever_group_is_probed():
+    """The partial sums of one group are added to memory that was never written."""
+
+    def fault(x, weight, bias=None):
+        partial = torch.empty(x.shape[0], x.shape[1], weight.shape[1])
+        partial[1:] = 0
+        return (partial + x.float() @ weight.float().transpose(1, 2)).to(x.dtype)
+
+    weight = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    report = reconcile.check_batched_linear(fault, weight, probes=("bound",), groups=(1,))
+    first = report.rows[report.first_divergence.row]
+    assert (first.tap, first.reason) == ("linear.1:out", Reason.RAISED)
+    assert said(first)[0][:3] == ("cause", "unwritten", 1.0)
+
+
+def test_what_only_poison_shows_is_named():
+    """Three elements of a corner, which no row, column or tail describes."""
+
+    def fault(x, weight, bias=None):
+        y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
+        right = linear(x, dense().double())
+        y.flatten()[: right.numel() - 3] = right.flatten()[: right.numel() - 3]
+        return y
+
+    report = reconcile.check_linear(fault, dense(), probes=("bound",), batch_sizes=(8,))
+    row = report.rows[report.first_divergence.row]
+    assert row.reason is Reason.UNWRITTEN
+    assert said(row)[0][:3] == ("cause", "unwritten", 1.0)
 
 
 def test_a_small_lean_inside_the_bound_is_named():
