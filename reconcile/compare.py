@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reconcile.case import Tolerance
 from reconcile.contract import UNIT_ROUNDOFF
+from reconcile.diagnosis.traces import explained
 from reconcile.gallery import Gallery
 from reconcile.judge import Finding, judge_fixed
 from reconcile.limits import FIXED_ATTENTION, FIXED_TOLERANCE
@@ -52,6 +53,8 @@ def compare(
     gallery = Gallery()
     for key in dict.fromkeys([*theirs, *ours]):
         rows += _rows(key, ours.get(key), theirs.get(key), limits or {}, gallery)
+    both = {key: (ours[key].tensors, theirs[key].tensors) for key in theirs if key in ours}
+    rows = explained(rows, both)
     names = list(dict.fromkeys(row.tap for row in rows))
     missing = tuple(dict.fromkeys(row.tap for row in rows if row.reason is Reason.NOT_COMPARED))
     return Report(

@@ -49,7 +49,7 @@ def diagnose_set(
         return rows
     row = rows[place]
     found = _Trial.of(plan, pair(reference, candidate), row).smallest()
-    kept = tuple(item for item in row.diagnosis if item.name != NONE_FITS)
+    kept = [replace(item, role="runner_up") for item in row.diagnosis]
     return (*rows[:place], replace(row, diagnosis=(found, *kept)), *rows[place + 1 :])
 
 

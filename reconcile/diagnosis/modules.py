@@ -33,7 +33,7 @@ SECONDS = 15.0
 """Processor time after which no further variation is tried."""
 SAME = 1e-2
 """Share of the error by which the reference may miss its own kept output when it runs again."""
-NAMES = ("layer_shift", "final_norm")
+NAMES = ("layer_shift", "final_norm", "tuple_element")
 """Names that are given here, besides those of norms and variations."""
 
 
@@ -156,6 +156,9 @@ class _Bench:
             with varied(layer, variation):
                 y = self._run(part, part, given, step)
             yield variation.name, f"{part}.{variation.where}", variation.text, y
+        whole = self._run(part, part, given, step)
+        text = "the output is what the layer adds: the stream is another element of what it returns"
+        yield "tuple_element", part, text, whole - given["in0"].to(whole.dtype)
         number = structure.layers.index(part)
         for shift in (-1, 1):
             if 0 <= number + shift < len(structure.layers):

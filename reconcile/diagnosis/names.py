@@ -8,6 +8,7 @@ from reconcile.diagnosis import (
     module_set,
     modules,
     norm_fits,
+    traces,
     variations,
 )
 from reconcile.diagnosis.families import linear_hypotheses
@@ -16,5 +17,5 @@ from reconcile.diagnosis.families import linear_hypotheses
 def known_names() -> frozenset[str]:
     """Names of the hypotheses about linears, groups, norms, modules and models."""
     linear = {name for hypothesis in linear_hypotheses() for name in hypothesis.names}
-    others = (norm_fits, variations, modules, module_set, between_groups, groups)
+    others = (norm_fits, variations, modules, module_set, traces, between_groups, groups)
     return frozenset(linear.union(*(file.NAMES for file in others)))

@@ -14,7 +14,7 @@ from reconcile.diagnosis.groups import diagnose_groups
 from reconcile.diagnosis.linear import NUMERIC, Failure, diagnose_failure, note
 from reconcile.diagnosis.module_set import diagnose_set
 from reconcile.diagnosis.modules import diagnose_modules
-from reconcile.grouped import GroupedWeight
+from reconcile.grouped import GroupedWeight, reference_linear
 from reconcile.plan import Plan
 from reconcile.replay import Prepared
 from reconcile.report import Diagnosis, Level, Reason, Row, Verdict
@@ -110,6 +110,8 @@ def _op(
     port = "out" if isolated else "ref.out"
     if (other := _another_op(module, y, (r if isolated else c).tensors, port)) is not None:
         return (other,)
+    if (shift := _another_layer(plan, module, x, y)) is not None:
+        return (shift,)
     weight = plan.checkpoint.weights[module]
     if plan.engine is None:
         return ()
@@ -146,6 +148,34 @@ def _calls(
         for name, one in passes.items()
         if name != key and last in one.tensors and first in given[name].tensors
     ]
+
+
+def _another_layer(plan: Plan, module: str, x: Tensor, y: Tensor) -> Diagnosis | None:
+    """Whether the output is what the same op of a neighbouring layer should give on this input."""
+    layers = plan.checkpoint.structure.layers
+    here = next((i for i, layer in enumerate(layers) if module.startswith(f"{layer}.")), None)
+    if here is None:
+        return None
+    rest, weights = module.removeprefix(layers[here]), plan.checkpoint.weights
+
+    def error(name: str) -> float:
+        right = reference_linear(weights[name], plan.arithmetic, plan.reference_dtype)
+        return float((right(x).double() - y.double()).square().sum())
+
+    wrong = error(module)
+    for other in (here + 1, here - 1):
+        name = f"{layers[other]}{rest}" if 0 <= other < len(layers) else ""
+        if name not in weights or weights[name].shape != weights[module].shape:
+            continue
+        left = error(name)
+        if left <= ALIKE * wrong:
+            return Diagnosis(
+                name="layer_shift",
+                explains=1 - left / wrong,
+                parameters={"module": module, "instead": name},
+                text=f"gives what {name} should: another layer's weight is used",
+            )
+    return None
 
 
 ALIKE = 1e-3

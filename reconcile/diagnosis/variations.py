@@ -224,12 +224,17 @@ def windows(layer: nn.Module, first: int | None) -> Iterator[Variation]:
         return
     name, _ = attention
 
+    for count in range(max(1, first - 2), first + 1):  # the first lost key may hardly show
+        text = f"a position sees {count} keys and no earlier ones"
+        yield Variation("mask", name, text, _on_argument(name, "attention_mask", _window(count)))
+
+
+def _window(count: int) -> Callable[[Tensor], Tensor]:
     def change(mask: Tensor) -> Tensor:
-        far = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(-first)
+        far = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril(-count)
         return mask.masked_fill(far, torch.finfo(mask.dtype).min)
 
-    hooks = _on_argument(name, "attention_mask", change)
-    yield Variation("mask", name, f"a position sees {first} keys and no earlier ones", hooks)
+    return change
 
 
 def _attribute(name: str, attribute: str, value: float) -> Hooks:

@@ -15,15 +15,16 @@ DOWN, UP = "model.layers.2.mlp.down_proj", "model.layers.2.mlp.up_proj"
 @pytest.fixture(scope="module")
 def run():
     session = reconcile.session()
-    return lambda kernel: session.run(kernel=f"{KERNELS}:{kernel}")
+    return lambda kernel, only: session.run(kernel=f"{KERNELS}:{kernel}", only=only)
 
 
+@pytest.mark.parametrize("only", ["model.layers.2.*", pytest.param("*", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kernel", "modules"),
     [("wrong_right_after_up_proj", {UP, DOWN}), ("coarse_in_layer_2_down", {DOWN})],
 )
-def test_the_smallest_set_is_named(run, kernel, modules):
-    report = run(kernel)
+def test_the_smallest_set_is_named(run, kernel, modules, only):
+    report = run(kernel, only)
     first = report.rows[report.first_divergence.row]
     alone = [r for r in report.rows if r.level is Level.OP and r.check == "isolated"]
 

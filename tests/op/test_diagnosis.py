@@ -409,8 +409,31 @@ FAULTS = [
 ]
 
 
+SLOW = {
+    ("bf16 accumulator", TERNARY),
+    ("bf16 accumulator", BLOCK),
+    ("int8 activations", TERNARY),
+    ("truncating", BLOCK),
+    ("scale missing", TERNARY),
+    ("scale missing", MX),
+    ("some rows", "dense"),
+    ("bf16 weight", BLOCK),
+    ("bf16 scales", CHANNEL),
+    ("ternary sign", TERNARY),
+    ("one percent up", BLOCK),
+    ("from minus one", TERNARY),
+    ("a rectangle", "dense"),
+    ("interleaved rows", "dense"),
+    ("nearest power of two", CHANNEL),
+    ("scales from behind", CHANNEL),
+}
+"""Long ones whose family has another, shorter one."""
+
+
 @pytest.mark.parametrize(
-    ("what", "kind", "fault", "name"), FAULTS, ids=[f"{f[0]}, {f[1]}" for f in FAULTS]
+    ("what", "kind", "fault", "name"),
+    [pytest.param(*f, marks=[pytest.mark.slow] * (f[:2] in SLOW)) for f in FAULTS],
+    ids=[f"{f[0]}, {f[1]}" for f in FAULTS],
 )
 def test_a_fault_is_named(what, kind, fault, name):
     probes = ("impulse", "special", "layout", "bound")
@@ -478,7 +501,9 @@ RANDOM = [
 ]
 
 
-@pytest.mark.parametrize("kind", [TERNARY, BLOCK, "dense"])
+@pytest.mark.parametrize(
+    "kind", [TERNARY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (BLOCK, "dense"))]
+)
 @pytest.mark.parametrize(("what", "corrupt"), RANDOM, ids=[r[0] for r in RANDOM])
 def test_random_corruption_fits_nothing(kind, what, corrupt):
     def fault(x, weight, bias=None):
@@ -585,11 +610,11 @@ def test_what_only_poison_shows_is_named():
 
     def fault(x, weight, bias=None):
         y = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype)
-        right = linear(x, dense().double())
+        right = linear(x, weight_for("dense").double())
         y.flatten()[: right.numel() - 3] = right.flatten()[: right.numel() - 3]
         return y
 
-    report = reconcile.check_linear(fault, dense(), probes=("bound",), batch_sizes=(8,))
+    report = reconcile.check_linear(fault, weight_for("dense"), probes=("bound",), batch_sizes=(8,))
     row = report.rows[report.first_divergence.row]
     assert row.reason is Reason.UNWRITTEN
     assert said(row)[0][:3] == ("cause", "unwritten", 1.0)
