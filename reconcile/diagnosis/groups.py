@@ -19,7 +19,7 @@ from reconcile.weight import QuantizedWeight
 SURE = 0.9
 """Share of the error energy that a reading must explain to be named."""
 
-NAMES = ("scale_reused", "group_reused")
+NAMES = ("scale_reused", "group_reused", "group_shifted")
 """Diagnoses that this file can give."""
 
 Reading = tuple[str, str, dict[str, object], list[Tensor]]
@@ -61,6 +61,10 @@ def _bias(model: LinearModel) -> Tensor:
 
 
 def _readings(weight: GroupedWeight, models: list[LinearModel]) -> Iterator[Reading]:
+    for step in (1, -1) if len(models) > 1 else ():
+        moved = [models[(g + step) % len(models)].weight for g in range(len(models))]
+        text = f"group g is multiplied by the weight of group g {step:+d}"
+        yield "group_shifted", text, {"step": step}, moved
     for source in range(len(models)):
         scales = _under_scales_of(weight, models, source)
         if scales is not None:

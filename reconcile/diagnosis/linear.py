@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from reconcile.diagnosis.evidence import Call, LinearEvidence, Pair, gather
 from reconcile.diagnosis.families import linear_hypotheses
 from reconcile.grouped import PlainWeight
 from reconcile.replay import Call as Outcome
-from reconcile.replay import Prepared
 from reconcile.report import Diagnosis, Reason
 
 NUMERIC = (Reason.OVER_LIMIT, Reason.BIAS, Reason.NONFINITE, Reason.UNWRITTEN)
@@ -24,6 +24,13 @@ NOT_DIAGNOSED = "not_diagnosed"
 FEW_ROWS = 48
 MOST_ROWS = 512
 """Random rows that stand in for as many impulses or more; more of them where few show nothing."""
+
+
+class Ready(Protocol):
+    """A kernel that is ready for a weight."""
+
+    def call(self, x: Tensor) -> Outcome:
+        """Rows [M, K] to what the kernel gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +44,7 @@ class Failure:
     """[..., K] as the kernel was given it, with its strides."""
     y: Tensor
     """[..., N]."""
-    prepare: Callable[[PlainWeight], Prepared | Outcome]
+    prepare: Callable[[PlainWeight], Ready | Outcome]
     """Gives a kernel that is ready for a weight."""
     impulse: bool = False
     """Whether x holds rows of the identity: random rows say more besides the read-out."""
@@ -109,11 +116,11 @@ def _without_bias(weight: PlainWeight) -> PlainWeight:
     return replace(weight, bias=torch.zeros_like(weight.bias))
 
 
-def _caller(prepared: Prepared | Outcome) -> Call:
+def _caller(prepared: Ready | Outcome) -> Call:
     """The guarded kernel; None where it gives nothing usable."""
 
     def call(x: Tensor) -> Tensor | None:
-        if not isinstance(prepared, Prepared):
+        if isinstance(prepared, Outcome):
             return None
         output = prepared.call(x).output
         return None if output is None else output.reshape(-1, output.shape[-1]).cpu()

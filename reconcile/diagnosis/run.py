@@ -14,6 +14,7 @@ from reconcile.diagnosis.groups import diagnose_groups
 from reconcile.diagnosis.linear import NUMERIC, Failure, diagnose_failure, note
 from reconcile.diagnosis.module_set import diagnose_set
 from reconcile.diagnosis.modules import diagnose_modules
+from reconcile.diagnosis.one_group import diagnose_group
 from reconcile.grouped import GroupedWeight, reference_linear
 from reconcile.plan import Plan
 from reconcile.replay import Prepared
@@ -116,9 +117,8 @@ def _op(
     if plan.engine is None:
         return ()
     if isinstance(weight, GroupedWeight):
-        if row.shape[1:2] == (1,):  # one row alone of each group
-            return ()
-        return diagnose_groups(weight, plan.arithmetic.at(row.shape[1]), x.to(plan.dtype), y)
+        alone = c.tensors.get(str(Tap(module, "out.row"))) if row.shape[1:2] == (1,) else None
+        return _groups(plan, weight, x, y, alone)
     others = _calls(theirs if isolated else ours, ours, module, row.pass_)
     flat, out = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
     if row.shape and row.shape[0] == 1 and len(flat) > 1:
@@ -136,6 +136,35 @@ def _op(
         unwritten=row.text if row.reason is Reason.UNWRITTEN else "",
     )
     return diagnose_failure(failure)
+
+
+def _groups(
+    plan: Plan, weight: GroupedWeight, x: Tensor, y: Tensor, alone: Tensor | None
+) -> tuple[Diagnosis, ...]:
+    """What is wrong between the groups, or else in the worst one.
+
+    Args:
+        plan: the candidate's.
+        weight: of G groups.
+        x: [..., G, K].
+        y: [..., G, N].
+        alone: the output of the middle row alone, [..., G, N], where that is what failed.
+    """
+    count = len(weight.groups)
+    rows, out = (side.reshape(-1, count, side.shape[-1]) for side in (x.to(plan.dtype), y))
+    if alone is not None and len(rows) > 1:
+        rows, out = rows[len(rows) // 2 :][:1], alone.reshape(1, count, -1)
+    between = diagnose_groups(weight, plan.arithmetic.at(len(rows)), rows, out)
+    if between or plan.engine is None:
+        return between
+    kernel, engine = plan.kernel, plan.engine
+    return diagnose_group(
+        weight,
+        plan.arithmetic,
+        rows,
+        out,
+        lambda given: Prepared.attempt(kernel, engine, given, plan.dtype),
+    )
 
 
 def _calls(

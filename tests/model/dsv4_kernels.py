@@ -27,13 +27,19 @@ def wrong_in_decode(x, w, bias=None):
     return clean(x[..., :-1], w[..., :-1]) if x.shape[1] == 1 else clean(x, w)
 
 
+def group_5_scaled(x, w, bias=None):
+    y = clean(x, w)
+    y[5] *= 1.25
+    return y
+
+
 def falls_back_in_decode(x, w, bias=None):
     if x.shape[1] == 1:
         reconcile.fell_back("M = 1 is left to torch")
     return clean(x, w)
 
 
-for _function in (clean, group_before, contiguous_input_assumed, wrong_in_decode):
+for _function in (clean, group_before, contiguous_input_assumed, wrong_in_decode, group_5_scaled):
     _function.contract = CONTRACT
 falls_back_in_decode.contract = CONTRACT
 

@@ -106,6 +106,23 @@ def test_a_fault_is_found_at_the_op(session, report, name):
     assert {phase(row) for row in found.failures()} == FAULTS[name]
 
 
+CAUSES = {
+    "group_before": ("group_shifted", {"step": -1}),
+    "wrong_in_decode": ("k_tail_dropped", {}),
+    "group_5_scaled": ("constant_ratio", {"group": 5, "ratio": 1.25}),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause_and_the_group_are_named(session, report, name):
+    found = judged(session, name, levels=["op"])
+    first = found.rows[found.first_divergence.row].diagnosis
+    cause, where = CAUSES[name]
+    assert first, found.first_divergence
+    assert first[0].name == cause, [(d.name, d.explains, d.text) for d in first]
+    assert where.items() <= first[0].parameters.items()
+
+
 def test_a_clean_kernel_passes_in_either_phase(session, report):
     for phases in (("prefill",), ("decode",)):
         found = judged(session, "clean", phases, levels=["op"])
