@@ -216,6 +216,14 @@ def test_the_rule_of_a_microscaled_activation_is_named():
     assert row.diagnosis[0].name == "activation_scale", said(row)
 
 
+@pytest.mark.parametrize(("parts", "name"), [(1, "k_tail_dropped"), (2, "split_missing")])
+def test_half_of_k_is_a_split_where_one_is_declared(parts, name):
+    half = kernel(lambda v, s: torch.cat([(v * s)[:, :128], 0 * v[:, 128:]], 1))
+    contract = Contract(split_k=parts)
+    row = diagnosed(half, weight_for(CHANNEL), contract=contract, probes=("impulse",))[0]
+    assert row.diagnosis[0].name == name, said(row)
+
+
 def test_scattered_holes_are_not_called_unwritten_rows():
     """Elements that are NaN here and there have no shape that could be said."""
 
