@@ -183,10 +183,6 @@ def activations(_: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
         text = f"the activations are not quantised, the contract declares {declared}"
         model = replace(base, quantise=lambda x: x)
         yield Fit("activation_quantised", model, text, parameters(quantiser=None))
-    if declared != "none":
-        text = "the scale of a row of zeros is 0, and its codes are 0 / 0"
-        model = replace(base, quantise=lambda x: _without_floor(base, x))
-        yield Fit("activation_scale", model, text, parameters(rule="no floor"))
     for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
         text = f"the activations are cast to {dtype}"
         model = replace(base, quantise=_cast(getattr(torch, dtype)))
@@ -194,10 +190,6 @@ def activations(_: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     for text, found, quantise in _scalings():
         model = replace(base, quantise=quantise)
         yield Fit("activation_scale", model, text, found)
-
-
-def _without_floor(base: LinearModel, x: Tensor) -> Tensor:
-    return torch.where((x == 0).all(-1, keepdim=True), torch.nan, base.operands(x))
 
 
 def _cast(dtype: torch.dtype) -> Map:

@@ -211,7 +211,7 @@ def _refined(evidence: LinearEvidence, base: LinearModel, cells: Cells, slack: f
 
 
 @named("zero_point", cost=3)
-def zero_points(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
+def shifted_cells(evidence: LinearEvidence, base: LinearModel) -> Iterator[Fit]:
     """The codes of some cells shifted by one amount before the scale."""
     cells = cells_of(evidence, base)
     if cells is None or cells.scale.numel() < 2:
@@ -376,4 +376,4 @@ def _lengths(evidence: LinearEvidence, base: LinearModel, dim: int, declared: in
     return sorted(length for length in tried if 0 < length <= size and length != declared)
 
 
-HYPOTHESES = (laws, reused, boundaries, factors, zero_points)
+HYPOTHESES = (laws, reused, boundaries, factors, shifted_cells)
