@@ -417,7 +417,6 @@ SLOW = {
     ("scale missing", TERNARY),
     ("scale missing", MX),
     ("some rows", "dense"),
-    ("bf16 weight", BLOCK),
     ("bf16 scales", CHANNEL),
     ("ternary sign", TERNARY),
     ("one percent up", BLOCK),
@@ -426,6 +425,12 @@ SLOW = {
     ("interleaved rows", "dense"),
     ("nearest power of two", CHANNEL),
     ("scales from behind", CHANNEL),
+    ("e4m3 weight", "dense"),
+    ("power of two", BLOCK),
+    ("first K block", BLOCK),
+    ("roll", "dense"),
+    ("zero point", CHANNEL),
+    ("zero point of some rows", CHANNEL),
 }
 """Long ones whose family has another, shorter one."""
 
