@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -95,7 +95,7 @@ class ErrorStats:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values (tuples as lists)."""
-        return {name: _listed(value) for name, value in asdict(self).items()}
+        return {name: _listed(getattr(self, name)) for name in self.__dataclass_fields__}
 
 
 def error_stats(candidate: Tensor, reference: Tensor, *, histogram: bool = False) -> ErrorStats:
