@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReconcileError as error:
         if options.debug:
             traceback.print_exc()
-        print(f"reconcile: {error}", file=sys.stderr)
+        _say(f"reconcile: {error}")
         return ExitCode.BAD_INPUT
     except KeyboardInterrupt:
-        print("reconcile: interrupted; nothing was reported", file=sys.stderr)
+        _say("reconcile: interrupted; nothing was reported")
         return ExitCode.INTERNAL
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -77,12 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - the last line of defence: exit code 4, not 1
         if options.debug:
             traceback.print_exc()
-        print(
-            f"reconcile: internal error: {type(error).__name__}: {error} (--debug shows where)",
-            file=sys.stderr,
-        )
+        _say(f"reconcile: internal error: {type(error).__name__}: {error} (--debug shows where)")
         return ExitCode.INTERNAL
     return code
+
+
+def _say(text: str) -> None:
+    """Print to standard error; where nobody reads it any more, the exit code still stands."""
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -228,7 +228,7 @@ def edges(
         for off in (-1, 0, 1):
             shapes.add((2 * step_n, columns + off))
     shapes.add((2 * step_k, 2 * step_k))
-    counts = {1, 2, 3, 4, 5, 31, 32, 33, 65, 129}
+    counts = {1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129}
     counts |= {m + off for m, _ in contract.by_batch for off in (0, 1)}
     for rows, columns in sorted(s for s in shapes if min(s) > 0 and s != (n, k)):
         made = random_weight(weight, (rows, columns), generator)

@@ -83,6 +83,8 @@ def kernel(spec: str, base: Path | None = None) -> Kernel:
             return cast(Kernel, _group("kernels")[spec].load())
         except (Exception, SystemExit) as error:
             raise _not_imported(_group("kernels")[spec].value, error) from error
+    if spec.endswith(".py"):
+        raise KernelError(f"{spec} names no function: give {spec}:FUNCTION")
     place, colon, attribute = spec.rpartition(":")
     if not colon:
         raise KernelError(

@@ -117,6 +117,7 @@ class Prepared:
         given = _copy(x)
         before = tensors_of(self.prepared, self.bias)
         kept = [tensor.clone() for tensor in before]
+        default = torch.get_default_dtype()
         try:
             with (
                 watching(self.kernel) as watch,
@@ -126,6 +127,12 @@ class Prepared:
                 y = self.kernel.apply(given, self.prepared, self.bias)
         except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
             return failed_call(error, f"on x {list(x.shape)}")
+        finally:
+            left = torch.get_default_dtype()
+            torch.set_default_dtype(default)
+        if left is not default:
+            text = f"changed torch's default dtype from {default} to {left} for everybody"
+            return Call(output=None, reason=Reason.INPUT_MUTATED, text=text)
         call = self.check_output(x, y)
         if call.output is None:
             return call
@@ -162,6 +169,9 @@ class Prepared:
                 reason=Reason.DTYPE,
                 text=f"expected a tensor {list(expected)}, got {type(y).__name__}",
             )
+        if type(y) is not Tensor:
+            text = f"expected a torch.Tensor, got {type(y).__name__}, a subclass of it"
+            return Call(output=None, reason=Reason.DTYPE, text=text)
         if y.layout != torch.strided or y.is_meta:
             text = f"expected a dense tensor with values, got {y.layout} on {y.device}"
             return Call(output=None, reason=Reason.DTYPE, text=text)

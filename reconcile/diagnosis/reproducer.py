@@ -114,7 +114,11 @@ def write_reproducer(failure: Failure, kernel: str, engine: str, directory: Path
     """
     found = still_fails(failure)
     if found is None:
-        raise ConfigError("the kernel is inside its bound on these rows: nothing to reproduce")
+        raise ConfigError(
+            "one call on random rows is inside its bound: the failure depends on the values, on "
+            "earlier calls or on other modules. `reconcile explain --snapshot FILE` runs the "
+            "failing call that the run kept (RUN/snapshots) again"
+        )
     small = shrunk(found)
     tensors = _tensors(small)
     size = sum(t.numel() * t.element_size() for t in tensors.values())

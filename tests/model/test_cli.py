@@ -144,6 +144,7 @@ def test_report_renders_again_and_explain_shows_the_worst_elements(cli):
         "junit.xml",
         "summary.md",
         "report.json",
+        "snapshots",
     }
     code, out, _ = cli("explain", "bad", "model.layers.3.mlp.down_proj")
     assert code == 0

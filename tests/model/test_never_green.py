@@ -240,3 +240,14 @@ def test_two_runs_in_one_directory_at_the_same_time(case, capsys):
     one, two = (json.loads((run / "report.json").read_text())["rows"] for run in runs)
     assert one == two
     assert outcome(capsys, "report", ".reconcile/latest")[0] == 0
+
+
+def test_a_closed_pipe_does_not_change_the_exit_code(case):
+    """Nobody reads what is said; the code still tells bad input from FAIL."""
+    running = subprocess.Popen(
+        [sys.executable, "-m", "reconcile", "run", case(modules='["nothing"]')],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    running.stdout.close()
+    assert running.wait(timeout=240) == 3

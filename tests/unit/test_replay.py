@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import reconcile
 from reconcile.exceptions import BuildError
 from reconcile.kernel import PYTHON, FunctionKernel
 from reconcile.replay import Call, KernelFailureError, KernelLinear, Prepared, poisoned_memory
@@ -457,3 +458,34 @@ def test_kernel_linear_passes_x_itself():
 def test_kernel_linear_shows_unwritten_elements():
     y = KernelLinear(prepared(leaves_out(lambda x: torch.empty(len(x), N, dtype=x.dtype))))(X)
     assert y[:, -1].isnan().all()
+
+
+class Sub(torch.Tensor):
+    """A tensor with a class of its own."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda y: y.as_subclass(Sub), "got Sub, a subclass"),
+        (lambda y: torch.nn.Parameter(y), "got Parameter, a subclass"),
+    ],
+)
+def test_a_subclass_of_tensor_is_refused_not_compared(answer, said):
+    weight = torch.randn(32, 64)
+    report = reconcile.check_linear(
+        lambda x, weight, bias=None: answer(x @ weight.T), weight, probes=["bound"]
+    )
+    assert report.exit_code == 1
+    assert said in report.explain()
+
+
+def test_a_changed_default_dtype_is_a_failure_and_is_undone():
+    def kernel(x, weight, bias=None):
+        torch.set_default_dtype(torch.float64)
+        return x @ weight.T
+
+    report = reconcile.check_linear(kernel, torch.randn(32, 64), probes=["bound"])
+    assert torch.get_default_dtype() is torch.float32
+    assert report.exit_code == 1
+    assert "default dtype from torch.float32 to torch.float64" in report.explain()

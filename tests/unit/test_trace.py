@@ -153,9 +153,14 @@ def test_reading_is_lazy_and_absent_taps_are_key_errors(tmp_path):
     assert "b:out" not in tensors
     with pytest.raises(KeyError):
         tensors["b:out"]
+    assert torch.equal(tensors["a:out"], BASE)
+
+
+def test_a_shard_that_is_gone_is_an_error(tmp_path):
+    saved(tmp_path, {"a:out": BASE})
     next((tmp_path / "t").glob("*.safetensors")).unlink()
     with pytest.raises(TraceError, match="missing, truncated or damaged"):
-        tensors["a:out"]
+        Trace.load(tmp_path / "t")
 
 
 def test_two_passes_with_the_same_inputs():

@@ -5,7 +5,8 @@ from reconcile import QuantizedWeight
 
 
 def kernel(x, weight, bias=None):
-    return fp8_block_linear(x, weight.codes.view(torch.float8_e4m3fn), weight.scales)
+    y = fp8_block_linear(x, weight.codes.view(torch.float8_e4m3fn), weight.scales)
+    return y if bias is None else y + bias
 
 
 def test_fp8_block_linear(reconcile_check):
