@@ -105,9 +105,14 @@ class Album:
 
     kept: list[Snapshot] = field(default_factory=list)
     left_out: int = 0
+    of_other_kinds: int = 0
+    """Failing ops of which no snapshot can be made."""
 
-    def add(self, snapshot: Snapshot) -> None:
-        """Keep one, if there is room."""
+    def add(self, snapshot: Snapshot | None) -> None:
+        """Keep one, if it is there and there is room."""
+        if snapshot is None:
+            self.of_other_kinds += 1
+            return
         size = snapshot.size + sum(other.size for other in self.kept)
         if len(self.kept) >= MOST or size > LARGEST:
             self.left_out += 1
@@ -116,45 +121,46 @@ class Album:
 
     def notices(self) -> tuple[str, ...]:
         """What a report says about them."""
-        if not self.left_out:
-            return ()
-        return (f"{self.left_out} failing calls are not kept: at most {MOST}, {LARGEST >> 20} MiB",)
+        said = []
+        if self.left_out:
+            room = f"at most {MOST}, {LARGEST >> 20} MiB"
+            said.append(f"{self.left_out} failing calls are not kept: {room}")
+        if self.of_other_kinds:
+            what = "batched, without an output, or of a format without a name"
+            said.append(f"{self.of_other_kinds} failing ops are not kept: {what}")
+        return tuple(said)
 
 
 def failing_calls(
     plan: Plan, reference: Trace, candidate: Trace, rows: Sequence[Row]
-) -> Iterator[Snapshot]:
-    """The first failing call of each op that gave an output: input, weight and output."""
+) -> Iterator[Snapshot | None]:
+    """The first failing call of each op: input, weight and output; None where it cannot be kept."""
     seen: set[str] = set()
     for row in rows:
         module = Tap.parse(row.tap).module
-        weight = plan.checkpoint.weights.get(module)
-        if (
-            row.level is not Level.OP
-            or row.verdict is not Verdict.FAIL
-            or module in seen
-            or plan.engine is None
-            or weight is None
-            or isinstance(weight, GroupedWeight)
-            or not _is_named(weight)
-        ):
-            continue
-        kind = "chained" if row.check == "chained" else "isolated"
-        ours = candidate.select(kind).get(row.pass_)
-        inputs = ours if kind == "chained" else reference.select(kind).get(row.pass_)
-        x_tap, y_tap = str(Tap(module, "in0")), str(Tap(module, "out"))
-        if ours is None or inputs is None or x_tap not in inputs.tensors:
-            continue
-        if y_tap not in ours.tensors:
-            continue
-        seen.add(module)
-        x, y = inputs.tensors[x_tap], ours.tensors[y_tap]
-        yield Snapshot(
-            facts=_facts(plan, row, weight, plan.engine.name),
-            x=x.reshape(-1, x.shape[-1]).to(plan.dtype).clone(),
-            y=y.reshape(-1, y.shape[-1]).clone(),
-            weight=weight,
-        )
+        failed = row.level is Level.OP and row.verdict is Verdict.FAIL
+        if failed and module not in seen and module in plan.checkpoint.weights:
+            seen.add(module)
+            yield _call(plan, reference, candidate, row, module)
+
+
+def _call(plan: Plan, reference: Trace, candidate: Trace, row: Row, module: str) -> Snapshot | None:
+    weight = plan.checkpoint.weights[module]
+    if plan.engine is None or isinstance(weight, GroupedWeight) or not _is_named(weight):
+        return None
+    kind = "chained" if row.check == "chained" else "isolated"
+    ours = candidate.select(kind).get(row.pass_)
+    inputs = ours if kind == "chained" else reference.select(kind).get(row.pass_)
+    x_tap, y_tap = str(Tap(module, "in0")), str(Tap(module, "out"))
+    if ours is None or inputs is None or x_tap not in inputs.tensors or y_tap not in ours.tensors:
+        return None
+    x, y = inputs.tensors[x_tap], ours.tensors[y_tap]
+    return Snapshot(
+        facts=_facts(plan, row, weight, plan.engine.name),
+        x=x.reshape(-1, x.shape[-1]).to(plan.dtype).clone(),
+        y=y.reshape(-1, y.shape[-1]).clone(),
+        weight=weight,
+    )
 
 
 def _is_named(weight: QuantizedWeight | DenseWeight) -> bool:

@@ -150,3 +150,13 @@ def test_a_damaged_snapshot_is_an_error(folder, capsys, damage):
     for read in (load, read_facts):
         with pytest.raises(ConfigError, match="not a snapshot"):
             read(file)
+
+
+def test_a_failing_op_that_gave_nothing_is_counted(folder):
+    raising = KERNEL.replace("    codes =", "    raise ValueError('no')\n    codes =")
+    (folder / "k.py").write_text(raising)
+    session = Session("case.toml")
+    report = session.run()
+    assert report.exit_code == 1
+    assert not session.album.kept
+    assert any(text.startswith("4 failing ops are not kept") for text in report.notices)
