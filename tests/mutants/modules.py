@@ -13,12 +13,13 @@ from reconcile_references.models import TransformersCheckpoint
 
 
 def altered(change):
-    """While it holds, the model that is built is changed before it runs."""
+    """While it holds, the candidate's model is changed before it runs; the reference's is not."""
     original = TransformersCheckpoint.build
 
     def build(self, dtype, make_linear):
         model = original(self, dtype, make_linear)
-        change(model)
+        if dtype is torch.bfloat16:
+            change(model)
         return model
 
     @contextmanager
@@ -216,17 +217,18 @@ def layer(index):
 
 MUTANTS = (
     mutant(
-        "epsilon_of_all", layer(0), ("epsilon",),
+        "epsilon_of_all", "model.layers.0.input_layernorm:out", ("epsilon",),
         "huggingface/transformers#38025: an epsilon that is not passed on",
         "epsilon 1e-2 in every layer's norms", altered(epsilon_of_all),
     ),
     mutant(
-        "epsilon_of_one", layer(2), ("epsilon",),
+        "epsilon_of_one", "model.layers.2.input_layernorm:out", ("epsilon",),
         "paiml/aprender#1606: epsilon hard-coded, 1e-5 against 1e-6",
         "epsilon 1e-5 in the input norm of layer 2", altered(epsilon),
     ),
     mutant(
-        "norm_weight_plus_one", layer(2), ("norm_weight_plus_one",),
+        "norm_weight_plus_one", "model.layers.2.post_attention_layernorm:out",
+        ("norm_weight_plus_one",),
         "vllm-project/vllm#42325: 1 + w or w",
         "1 is added to the weight of one norm of layer 2", altered(one_plus_weight),
     ),
