@@ -473,7 +473,7 @@ def test_an_attribute_of_a_package_is_a_kernel():
     [
         ("ternary_cuda.naiv", ['did you mean "ternary_cuda.naive"?', "path/to/file.py:attr"]),
         ("", ["unknown kernel ''"]),
-        ("my_kernels.py", ["unknown kernel 'my_kernels.py'", "path/to/file.py:attr"]),
+        ("my_kernels.py", ["names no function: give my_kernels.py:FUNCTION"]),
         ("absent.py:f", ["absent.py: no such file"]),
         ("my_kernels.py:linaer", ["my_kernels.py has no 'linaer'", 'did you mean "linear"?']),
         ("my_kernels.py:", ["my_kernels.py has no ''", "linear"]),
