@@ -72,5 +72,5 @@ def test_the_smallest_call_is_small_and_still_fails(tmp_path):
 
 def test_a_kernel_that_is_right_has_no_reproducer(tmp_path):
     assert still_fails(failure_of("clean")) is None
-    with pytest.raises(ConfigError, match="inside its bound.*--snapshot FILE"):
+    with pytest.raises(ConfigError, match=r"inside its bound.*--snapshot FILE"):
         write_reproducer(failure_of("clean"), f"{KERNELS}:clean", "python", tmp_path)
