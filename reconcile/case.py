@@ -13,11 +13,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from reconcile.contract import Contract
 from reconcile.exceptions import ConfigError, nearest
 from reconcile.layout import LayoutConfig, PackingConfig
-from reconcile.report import Level
 
 _STRICT = ConfigDict(extra="forbid")
-LEVELS = (Level.OP, Level.MODULE, Level.MODEL)
-"""Levels of the funnel that a case can ask for, in order."""
 
 Kind = TypeVar("Kind")
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]

@@ -129,6 +129,7 @@ class Plan:
             levels=self.case.levels.run,
             limits=self.case.limits,
             gate=self.case.gate,
+            model_modules=len(self.checkpoint.weights),
         )
 
 

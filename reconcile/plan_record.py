@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from reconcile.contract import Contract
 from reconcile.criteria import Criterion
 from reconcile.exceptions import TraceError
 from reconcile.kernel import Engine
+from reconcile.report import LEVELS, PHASES, Scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,21 @@ class PlanRecord:
     levels: tuple[str, ...]
     limits: dict[str, Tolerance]
     gate: GateConfig
+    model_modules: int = 0
+    """Modules of the model that have a weight to judge; 0: not known."""
+
+
+def scope(records: Sequence[PlanRecord]) -> Scope | None:
+    """What all candidates together are about; None where a trace of old does not say."""
+    of = max(record.model_modules for record in records)
+    if not of:
+        return None
+    modules = {module for record in records for module in record.modules}
+    levels, phases = (
+        tuple(item for item in known if any(item in getattr(record, name) for record in records))
+        for name, known in (("levels", LEVELS), ("phases", PHASES))
+    )
+    return Scope(modules=len(modules), of=of, levels=levels, phases=phases)
 
 
 _RECORD = TypeAdapter(PlanRecord)

@@ -223,7 +223,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _line(report: Report) -> str:
     counts = ", ".join(f"{n} {verdict}" for verdict, n in report.counts().items() if n)
     coverage = report.coverage
-    said = [f"{report.verdict.value}: {report.case}", counts or "no rows"]
+    said = [report.title, counts or "no rows"]
     said.append(f"coverage {coverage.compared}/{coverage.expected}")
     if report.allowed:
         said.append(f"{len(report.allowed)} inconclusive allowed")

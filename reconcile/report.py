@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 """Version of the ``report.json`` layout."""
+_MNK = 3
+"""Last dimensions of an op's shape: M, N, K."""
 
 
 class Verdict(StrEnum):
@@ -41,6 +43,12 @@ class Level(StrEnum):
     OP = "op"
     MODULE = "module"
     MODEL = "model"
+
+
+LEVELS = (Level.OP, Level.MODULE, Level.MODEL)
+"""Levels of the funnel that a case can ask for, in order."""
+PHASES = ("prefill", "decode")
+"""Passes of a model that generates."""
 
 
 class Reason(StrEnum):
@@ -185,6 +193,40 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """How much of the model a run was about, whoever restricted it: the caller or the case."""
+
+    modules: int
+    """Modules that the kernels of the run were to compute."""
+    of: int
+    """Modules of the model that have a weight to judge."""
+    levels: tuple[str, ...] = LEVELS
+    """Levels that were run."""
+    phases: tuple[str, ...] = PHASES
+    """Passes in which a kernel was used."""
+
+    @property
+    def of_modules(self) -> str:
+        """How many modules of the model, where not all."""
+        few = self.modules < self.of
+        return f"only {self.modules} of the model's {self.of} modules" if few else ""
+
+    @property
+    def restriction(self) -> str:
+        """What a reader must know beside the verdict; empty for a run of the whole.
+
+        >>> Scope(modules=1, of=42, levels=("op",)).restriction
+        "only 1 of the model's 42 modules, only level op"
+        """
+        parts = [self.of_modules] if self.of_modules else []
+        if len(self.levels) < len(LEVELS):
+            parts.append(f"only level {' and '.join(self.levels)}")
+        if len(self.phases) == 1:
+            parts.append(f"only in {self.phases[0]}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
     """The first failing tap in execution order."""
 
@@ -258,6 +300,28 @@ class Report:
     """Uses of ``[gate] allow_inconclusive``: row and the reason given."""
     allowed_rows: frozenset[int] = frozenset()
     """Indices of the INCONCLUSIVE rows that the gate was told to allow."""
+    scope: Scope | None = None
+    """How much of the model the run was about; None where there is no model or it is not known."""
+
+    @property
+    def subject(self) -> str:
+        """The case, and in brackets how much of its model was looked at if not all."""
+        restriction = self.scope.restriction if self.scope else ""
+        return f"{self.case} ({restriction})" if restriction else self.case
+
+    @property
+    def title(self) -> str:
+        """Verdict and what it is about."""
+        return f"{self.verdict.value}: {self.subject}"
+
+    @property
+    def m_tried(self) -> dict[str, list[int]]:
+        """By kernel, the numbers of rows M with which its ops were called, ascending."""
+        tried: dict[str, set[int]] = {}
+        for row in self.rows:
+            if row.level is Level.OP and len(row.shape) >= _MNK and _was_called(row):
+                tried.setdefault(row.kernel, set()).add(row.shape[-_MNK])
+        return {kernel: sorted(sizes) for kernel, sizes in tried.items()}
 
     @property
     def verdict(self) -> Verdict:
@@ -345,7 +409,7 @@ class Report:
 
     def explain(self, limit: int = 20) -> str:
         """The verdict, and one line for each of the first ``limit`` rows that are not PASS."""
-        lines = [f"{self.verdict.value}: {self.case}", *self.notices]
+        lines = [self.title, *self.notices]
         bad = [row for row in self.rows if row.verdict is not Verdict.PASS]
         for row in bad[:limit]:
             lines += [describe(row), *(f"  because: {because(row)}" for _ in row.diagnosis[:1])]
@@ -365,6 +429,7 @@ class Report:
                 else {"tap": self.first_divergence.tap, "row": self.first_divergence.row}
             ),
             "counts": self.counts(),
+            "m_tried": self.m_tried,
         }
         fields: dict[str, Any] = _spell_floats(_REPORT.dump_python(self, exclude={"rows"}))
         rows = [_row_record(row) for row in self.rows]
@@ -380,7 +445,7 @@ class Report:
         """
         if body.get("schema") != SCHEMA:
             raise ValueError(f"expected schema {SCHEMA}, got {body.get('schema')!r}")
-        derived = ("schema", "verdict", "exit_code", "first_divergence", "counts")
+        derived = ("schema", "verdict", "exit_code", "first_divergence", "counts", "m_tried")
         fields = {key: value for key, value in body.items() if key not in derived}
         fields["rows"] = [_row_fields(row) for row in fields.get("rows", [])]
         report = _REPORT.validate_python(fields)
@@ -411,6 +476,10 @@ def because(row: Row) -> str:
         return ""
     best = row.diagnosis[0]
     return f"{best.text or best.name} (explains {best.explains:.1%} of the error)"
+
+
+def _was_called(row: Row) -> bool:
+    return bool(row.stats) or row.verdict is Verdict.FAIL
 
 
 _ROW = TypeAdapter(Row)

@@ -68,6 +68,11 @@ def _derived() -> dict[str, Any]:
             "required": verdicts,
             "properties": {verdict: {"type": "integer", "minimum": 0} for verdict in verdicts},
         },
+        "m_tried": {
+            "description": "by kernel, the numbers of rows M with which its ops were called",
+            "type": "object",
+            "additionalProperties": {"type": "array", "items": {"type": "integer", "minimum": 1}},
+        },
     }
 
 

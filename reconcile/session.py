@@ -12,7 +12,7 @@ from typing import Any
 from reconcile import accepted, reference_cache, registry
 from reconcile.capture_candidate import capture_candidate
 from reconcile.capture_reference import capture_reference
-from reconcile.case import LEVELS, Case, GateConfig, load_case
+from reconcile.case import Case, GateConfig, load_case
 from reconcile.diagnosis.run import attached, diagnosed, keep
 from reconcile.exceptions import ConfigError, TraceError, nearest
 from reconcile.funnel import coverage, funnel
@@ -20,7 +20,8 @@ from reconcile.gate import allowance, required_not_run
 from reconcile.layout import LayoutConfig
 from reconcile.model import Checkpoint
 from reconcile.plan import Plan, Progress, make_plan
-from reconcile.report import Coverage, Provenance, Report, Row, Verdict
+from reconcile.plan_record import scope
+from reconcile.report import LEVELS, Coverage, Provenance, Report, Row, Verdict
 from reconcile.sides import pair
 from reconcile.snapshots import Album, failing_calls
 from reconcile.threads import few_threads
@@ -84,7 +85,8 @@ class Session:
         findings = []
         self.album = Album()
         notices = list(_restrictions(case, only))
-        for plan in self.plans(case, only):
+        plans = self.plans(case, only)
+        for plan in plans:
             notices += plan.routes
             with few_threads(plan.size):
                 reference = self._reference(plan, command, progress)
@@ -95,7 +97,8 @@ class Session:
             if fail_fast and any(row.verdict is Verdict.FAIL for row in finding[0]):
                 break
         notices += self.album.notices()
-        return assemble(case.case.name, findings, case.gate, command, started, tuple(notices))
+        report = assemble(case.case.name, findings, case.gate, command, started, tuple(notices))
+        return replace(report, scope=scope([plan.record() for plan in plans]))
 
     def plans(self, case: Case, only: str = "*", candidate: str | None = None) -> list[Plan]:
         """The candidates of ``case``, resolved; ConfigError for an unknown ``candidate``."""
@@ -184,13 +187,15 @@ def compare_traces(
     if not candidates:
         raise ConfigError("nothing to compare: no candidate trace was given")
     try:
-        record = pair(reference, candidates[0]).record
+        records = [pair(reference, candidate).record for candidate in candidates]
+        record = records[0]
         findings = [_finding(reference, candidate) for candidate in candidates]
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise TraceError(
             f"a trace is damaged or was edited: {type(error).__name__}: {error}"
         ) from error
-    return assemble(record.case, findings, record.gate, command, started)
+    report = assemble(record.case, findings, record.gate, command, started)
+    return replace(report, scope=scope(records))
 
 
 def _judge_candidate(

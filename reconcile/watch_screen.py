@@ -66,9 +66,10 @@ class State:
             return f"{clock}  {event.seconds:5.1f} s  no verdict: {first}"
         report = event.report
         levels = sorted({row.level.value for row in report.rows} - {"weight", "stage"})
+        said = [", ".join(levels) or "nothing compared", f"{len(report.rows)} rows"]
+        said += [report.scope.of_modules] if report.scope and report.scope.of_modules else []
         return (
-            f"{clock}  {event.seconds:5.1f} s  {report.verdict.value} "
-            f"({', '.join(levels) or 'nothing compared'}; {len(report.rows)} rows) after "
+            f"{clock}  {event.seconds:5.1f} s  {report.verdict.value} ({'; '.join(said)}) after "
             f"{self.cause}"
         )
 

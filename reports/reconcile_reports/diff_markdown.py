@@ -19,7 +19,7 @@ SHOWN = {Change.NEWLY_FAILING: 12, Change.NEWLY_PASSING: 4, Change.MOVED: 6}
 def render(found: Difference) -> str:
     """The difference as GitHub-flavoured Markdown, at most `LINES` lines."""
     head = [
-        f"## {diff_words.word(found)}: {escape(found.after.case)}",
+        f"## {diff_words.word(found)}: {escape(found.after.subject)}",
         "",
         f"{escape(diff_words.sentence(found))}; {escape(diff_words.bits(found))}.",
         "",

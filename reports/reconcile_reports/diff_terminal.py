@@ -16,7 +16,9 @@ SHOWN = 8
 
 def render(found: Difference) -> str:
     """The difference as plain text, at most 100 columns wide."""
-    head = f"{diff_words.word(found)}: {one_line(found.after.case)}: {diff_words.sentence(found)}"
+    head = (
+        f"{diff_words.word(found)}: {one_line(found.after.subject)}: {diff_words.sentence(found)}"
+    )
     lines = [
         *wrapped(head),
         *labelled("bits", [diff_words.bits(found)]),

@@ -26,7 +26,7 @@ def render(report: Report) -> str:
         if row.verdict is not Verdict.PASS and index not in report.allowed_rows
     ]
     bad.sort(key=lambda row: row.verdict is not Verdict.FAIL)
-    first = _command("error", f"reconcile: {report.case}", story.sentence(report))
+    first = _command("error", f"reconcile: {report.subject}", story.sentence(report))
     return "\n".join([first, *map(_annotation, bad[: MOST - 1])]) + "\n"
 
 

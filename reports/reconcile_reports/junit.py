@@ -51,7 +51,7 @@ def _run_suite(report: Report) -> ET.Element:
     if findings := summary.run_findings(report):
         _outcome(case, "error", _finding_type(report), "; ".join(findings))
     ET.SubElement(case, "system-out").text = visible(
-        f"{report.verdict.value}: {summary.headline(report)}"
+        f"{report.verdict.value}: {report.subject}: {summary.headline(report)}"
     )
     _count(suite)
     return suite
@@ -61,6 +61,7 @@ def _run_properties(report: Report) -> dict[str, str]:
     return {
         "verdict": report.verdict.value,
         "exit_code": str(report.exit_code),
+        "m_tried": summary.m_tried(report),
         "coverage": summary.coverage_text(report),
         "command": report.command,
     }

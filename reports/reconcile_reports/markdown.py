@@ -24,9 +24,9 @@ FEW = 4
 def render(report: Report) -> str:
     """The summary as GitHub-flavoured Markdown."""
     blocks = [
-        f"## {report.verdict.value}: {escape(report.case)}",
+        f"## {report.verdict.value}: {escape(report.subject)}",
         f"**{_ticked(story.sentence(report))}**",
-        f"{_sentence(summary.headline(report))} Exit code {report.exit_code}; "
+        f"{_sentence(summary.headline(report))}{_tried(report)} Exit code {report.exit_code}; "
         f"{escape(summary.when(report))}.",
         _emulated(report),
         _divergence(report),
@@ -86,6 +86,11 @@ def code(text: str) -> str:
 def _sentence(text: str) -> str:
     line = escape(text)
     return f"{line[:1].upper()}{line[1:]}."
+
+
+def _tried(report: Report) -> str:
+    tried = summary.m_tried(report)
+    return f" M tried: {escape(tried)}." if tried else ""
 
 
 def _bullets(title: str, lines: list[str]) -> str:

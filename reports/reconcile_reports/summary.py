@@ -10,7 +10,16 @@ from collections import Counter
 from dataclasses import dataclass
 
 from reconcile.report import Diagnosis, Level, Reason, Report, Row, Verdict
-from reconcile_reports.wording import layer, number, number_beside, one_line, percent, plural, real
+from reconcile_reports.wording import (
+    layer,
+    number,
+    number_beside,
+    numbers,
+    one_line,
+    percent,
+    plural,
+    real,
+)
 
 _SEVERITY = {Verdict.PASS: 0, Verdict.INCONCLUSIVE: 1, Verdict.FAIL: 2}
 
@@ -237,10 +246,20 @@ def coverage_text(report: Report) -> str:
         return "no module was expected to be compared: coverage says nothing"
     share = percent(coverage.compared / coverage.expected)
     required = percent(report.required_coverage)
+    scope = report.scope
+    whole = f"; the model has {scope.of}" if scope and scope.modules < scope.of else ""
     return (
         f"{coverage.compared} of {plural(coverage.expected, 'expected module')} compared "
-        f"({share}; required {required})"
+        f"({share}; required {required}){whole}"
     )
+
+
+def m_tried(report: Report) -> str:
+    """The numbers of rows with which the ops were called; empty where no op was called."""
+    tried = {kernel: numbers(sizes) for kernel, sizes in report.m_tried.items()}
+    if len(set(tried.values())) <= 1:
+        return next(iter(tried.values()), "")
+    return "; ".join(f"{one_line(kernel) or '-'}: {sizes}" for kernel, sizes in tried.items())
 
 
 def run_findings(report: Report) -> list[str]:

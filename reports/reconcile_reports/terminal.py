@@ -31,8 +31,9 @@ def render(report: Report) -> str:
     """The report as plain text, at most 100 columns wide."""
     said = story.sentence(report).replace("`", "")
     lines = [
-        *wrapped(f"{report.verdict.value}: {one_line(report.case)}: {said}"),
+        *wrapped(f"{report.verdict.value}: {one_line(report.subject)}: {said}"),
         *labelled("in all", [summary.headline(report)]),
+        *labelled("M tried", list(filter(None, [summary.m_tried(report)]))),
         *labelled("emulated", summary.emulated(report)),
         *_divergence(report),
         "",

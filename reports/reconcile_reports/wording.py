@@ -10,7 +10,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _HIDDEN = frozenset({"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"})
@@ -97,6 +97,18 @@ def number_beside(value: object, other: object) -> str:
     precisions = range(3, 18) if than is not None and value != than else range(3, 4)
     texts = (f"{value:.{digits}g}" for digits in precisions)
     return next((text for text in texts if than is None or float(text) != than), f"{value:.3g}")
+
+
+def numbers(values: Sequence[int], most: int = 12) -> str:
+    """Ascending integers in a list; of a long one the beginning, the end and how many they are.
+
+    >>> numbers([1, 12, 37]), numbers(range(1, 65), most=4)
+    ('1, 12, 37', '1, 2, 3, ... 64 (64 numbers)')
+    """
+    if len(values) <= most:
+        return ", ".join(map(str, values))
+    first = ", ".join(map(str, values[: most - 1]))
+    return f"{first}, ... {values[-1]} ({len(values)} numbers)"
 
 
 def _spelt(value: Any) -> Any:  # noqa: ANN401

@@ -130,6 +130,7 @@ def test_compare_needs_neither_kernel_nor_model(cli, tmp_path, monkeypatch):
     code, out, _ = cli("compare", "ref", "cand")
 
     assert code == 0, out
+    assert "only 7 of the model's 42 modules" in " ".join(out.splitlines()[:2])
     assert "7 of 7" in out
 
 
@@ -182,7 +183,15 @@ def test_engine_that_does_not_run_here_is_inconclusive(cli):
 def test_only_restricts_and_a_required_kernel_must_run(cli):
     code, out, _ = cli("run", "--only", "model.layers.5.mlp.*", "--level", "op", "--out", "few")
     assert code == 0
+    assert "(only 3 of the model's 42 modules, only level op)" in " ".join(out.splitlines()[:2])
     assert "3 of 3" in out
+    assert "M tried           1, 64\n" in out
+    assert json.loads(Path("few/report.json").read_text())["scope"] == {
+        "modules": 3,
+        "of": 42,
+        "levels": ["op"],
+        "phases": ["prefill", "decode"],
+    }
 
 
 # ------------------------------------------------------------------ bad input: exit 3

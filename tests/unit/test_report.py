@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from reconcile.report import Coverage, Level, Limits, Reason, Report, Row, Verdict
+from reconcile.report import Coverage, Level, Limits, Reason, Report, Row, Scope, Verdict
 
 
 def _row(verdict=Verdict.PASS, reason=None, **fields):
@@ -55,6 +55,41 @@ def test_verdict_and_exit_code(rows, fields, verdict, exit_code):
     else:
         with pytest.raises(AssertionError, match=verdict.value):
             report.raise_for_verdict()
+
+
+SCOPES = [
+    ({"modules": 42, "of": 42}, "PASS: c"),
+    ({"modules": 1, "of": 42}, "PASS: c (only 1 of the model's 42 modules)"),
+    ({"modules": 2, "of": 2, "levels": ("op",)}, "PASS: c (only level op)"),
+    ({"modules": 2, "of": 2, "phases": ("decode",)}, "PASS: c (only in decode)"),
+    (
+        {"modules": 1, "of": 2, "levels": ("op", "module")},
+        "PASS: c (only 1 of the model's 2 modules, only level op and module)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("scope", "title"), SCOPES)
+def test_a_restricted_pass_is_never_read_as_a_whole_one(scope, title):
+    report = Report(case="c", rows=(PASS,), coverage=FULL, scope=Scope(**scope))
+    assert report.title == title
+    assert report.explain().splitlines()[0] == title
+    again = Report.from_dict(json.loads(json.dumps(report.to_dict())))
+    assert again == report
+
+
+def test_m_tried_is_of_the_ops_that_were_called():
+    rows = [
+        _row(shape=(12, 4, 8), kernel="k", stats={"max_abs": 0.0}),
+        _row(shape=(2, 1, 4, 8), kernel="k", stats={"max_abs": 0.0}),  # G, M, N, K
+        _row(Verdict.FAIL, Reason.RAISED, shape=(37, 4, 8), kernel="k"),
+        _row(shape=(1, 4, 8), kernel="other", stats={"max_abs": 0.0}),
+        _row(Verdict.INCONCLUSIVE, Reason.NOT_RUN, shape=(99, 4, 8), kernel="k"),
+        Row(level=Level.MODULE, tap="m:out", check="c", verdict=Verdict.PASS, shape=(64, 8, 8)),
+    ]
+    report = Report(case="c", rows=tuple(rows), coverage=FULL)
+    assert report.m_tried == {"k": [1, 12, 37], "other": [1]}
+    assert report.to_dict()["m_tried"] == report.m_tried
 
 
 @pytest.mark.parametrize("reason", list(Reason))

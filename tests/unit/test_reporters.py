@@ -7,6 +7,8 @@ import json
 import math
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -20,6 +22,7 @@ from reconcile.report import (
     Reason,
     Report,
     Row,
+    Scope,
     Verdict,
 )
 
@@ -63,9 +66,8 @@ def limited(utilisation, **fields):
         stats={"max_abs": utilisation * 0.25, "nmse": 1e-6, "max_abs_index": [0, 1]},
         limits=Limits(kind="bound", source="K = 8", bounds={"max_abs": 0.25}),
         utilisation=utilisation,
-        shape=(4, 16, 8),
         **ENGINES,
-        **fields,
+        **{"shape": (4, 16, 8)} | fields,
     )
 
 
@@ -247,6 +249,33 @@ def test_rendering_is_deterministic_utf8_text(name, make):
 @each_renderer
 def test_verdict_is_in_words(name, make):
     assert make().verdict.value in render(name, make())
+
+
+VERDICT_LINE = {
+    "html": r"<h1[^>]*>.*</h1>",
+    "junit": r"<system-out>.*",
+    "markdown": r"^## .*",
+    "terminal": r"\A.*",
+}
+
+
+@pytest.mark.parametrize("name", VERDICT_LINE)
+def test_the_verdict_line_says_how_much_of_the_model_it_is_about(name):
+    restricted = replace(passing(), scope=Scope(modules=2, of=42, levels=("op",)))
+    pattern, said = VERDICT_LINE[name], "only 2 of the model's 42 modules, only level op"
+    for made, present in ((restricted, True), (passing(), False)):
+        line = re.search(pattern, unescape(render(name, made)), re.MULTILINE).group()
+        assert "PASS" in line
+        assert (said in line) is present, line
+
+
+@pytest.mark.parametrize("name", VERDICT_LINE)
+def test_the_numbers_of_rows_tried_are_said(name):
+    made = report(*(limited(0.5, shape=(m, 16, 8)) for m in (37, 1, 12)))
+    assert re.search(
+        r'M tried: 1, 12, 37|m_tried" value="1, 12, 37|M tried +1, 12, 37',
+        unescape(render(name, made)),
+    )
 
 
 @pytest.mark.parametrize("name", ["html", "junit", "markdown", "terminal"])
