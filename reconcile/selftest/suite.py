@@ -63,7 +63,7 @@ def load_suite(folder: Path) -> Suite:
     Raises:
         ConfigError: nothing is there, or two items have the same id.
     """
-    open_package(default_folder() if folder.name == "blind" else folder)
+    open_package(default_folder() if _is_blind(folder) else folder)
     modules = [_load(file) for file in sorted(folder.glob("*.py")) if _is_part(file)]
     mutants: tuple[Mutant, ...] = _collected(modules, "MUTANTS")
     variants: tuple[Variant, ...] = _collected(modules, "VARIANTS")
@@ -88,11 +88,17 @@ def _is_part(file: Path) -> bool:
 
 
 def _load(file: Path) -> ModuleType:
-    if file.parent.name == "blind":
-        package = sys.modules.setdefault(f"{PACKAGE}.blind", ModuleType(f"{PACKAGE}.blind"))
-        package.__path__ = [str(file.parent)]
-        return importlib.import_module(f"{PACKAGE}.blind.{file.stem}")
-    return importlib.import_module(f"{PACKAGE}.{file.stem}")
+    if not _is_blind(file.parent):
+        return importlib.import_module(f"{PACKAGE}.{file.stem}")
+    name = f"{PACKAGE}.{file.parent.name}"
+    package = sys.modules.setdefault(name, ModuleType(name))
+    package.__path__ = [str(file.parent)]
+    return importlib.import_module(f"{name}.{file.stem}")
+
+
+def _is_blind(folder: Path) -> bool:
+    """Whether it is a subfolder with a suite of its own, which may use the main suite's files."""
+    return folder.name.startswith("blind")
 
 
 def _require_unique(ids: Iterable[str], folder: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from reconcile.selftest.suite import open_package
 
 open_package(Path(__file__).parent)
-collect_ignore_glob = ["[!t]*.py", "blind/*"]
+collect_ignore_glob = ["[!t]*.py", "blind*/*"]
 
 
 @pytest.fixture(autouse=True)
