@@ -36,7 +36,7 @@ from reconcile.grouped import (
     to_module,
 )
 from reconcile.norms import call_norms
-from reconcile.passes import Stream, tapped_modules
+from reconcile.passes import Stream, inner_blocks, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_from_facts, record_to_facts
 from reconcile.ports import ports
@@ -265,11 +265,15 @@ def _replay_ops(
 def force_parts(
     plan: Plan, model: nn.Module, isolated: Pass, fed: Pass, stream: Stream, step: Step
 ) -> None:
-    """Every layer, the final norm and the head, each on the reference's rounded inputs."""
+    """Every layer, the final norm and the head, each on the reference's rounded inputs.
+
+    Blocks inside a layer get what comes to them there; what came is kept beside what they gave.
+    """
     inputs = {part: ports(isolated, part, "in") for part in plan.parts}
     try:
         with forced_inputs(model, inputs, plan.dtype):
-            forced = stream.record(step, plan.parts, inputs=False)
+            blocks = inner_blocks(plan, model)
+            forced = stream.record(step, plan.parts, inputs=False, inside=blocks)
     except KernelFailureError as failure:
         fed.meta["failure"] = _failure(failure)
         return

@@ -8,6 +8,7 @@ Each prompt is one pass, or a prefill and decode steps with a KV cache, in two k
     the reference runs again on its inputs rounded once to the candidate's dtype: ``in0`` of
     every op and part, ``out``, and for ops ``abs`` = sum |x||w|, the yardstick of the bound; where
     the contract changes with the number of rows, both for the middle row alone (``out.row``).
+    Of the blocks inside a layer, which gets the rounded inputs, what went in and came out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from reconcile.limits import gamma
 from reconcile.metrics import nmse
 from reconcile.model_metrics import model_stats
 from reconcile.norms import call_norms
-from reconcile.passes import Stream, tapped_modules
+from reconcile.passes import Stream, inner_blocks, tapped_modules
 from reconcile.plan import Plan, Progress
 from reconcile.plan_record import record_to_facts
 from reconcile.ports import logits_tap, output_tap, ports
@@ -70,6 +71,7 @@ def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
         "plan": record_to_facts(plan.record()),
         **task,
         "order": _op_order(plan, trace.passes[0]),
+        "blocks": _block_order(plan, trace.passes),
         "weights": _weight_facts(plan),
     }
     return trace
@@ -187,7 +189,7 @@ def _isolate(
             tensors[str(Tap(module, "abs.row"))] = ops[module].magnitude(row)
     inputs = {part: _rounded_inputs(part, chained, plan.dtype) for part in plan.parts}
     with forced_inputs(model, inputs, plan.reference_dtype):
-        forced = stream.record(step, plan.parts, inputs=False)
+        forced = stream.record(step, plan.parts, inputs=False, inside=inner_blocks(plan, model))
     for part, found in inputs.items():
         tensors |= {str(Tap(part, port)): value for port, value in found.items()}
     tensors |= forced.tensors
@@ -295,7 +297,8 @@ def _draw(
     with forced_inputs(baseline, first, plan.dtype):
         free = streams[0].record(step, tapped_modules(plan, baseline), inputs=False)
     with forced_inputs(baseline, inputs, plan.dtype):
-        fed = streams[1].record(step, plan.parts, inputs=False)
+        blocks = inner_blocks(plan, baseline)
+        fed = streams[1].record(step, plan.parts, inputs=False, inside=blocks)
     return free, fed
 
 
@@ -338,6 +341,15 @@ def _op_order(plan: Plan, chained: Pass) -> list[str]:
     order = [tap.module for tap in ran if tap.port == "in0" and tap.module in plan.modules]
     unique = list(dict.fromkeys(order))
     return unique + [module for module in plan.modules if module not in unique]
+
+
+def _block_order(plan: Plan, passes: Iterable[Pass]) -> dict[str, list[str]]:
+    """By layer, the blocks inside it in the order in which they ran."""
+    layers = plan.checkpoint.structure.layers
+    ran = [tap for p in passes if p.kind == "isolated" for tap in map(Tap.parse, p.tensors)]
+    outputs = dict.fromkeys(tap.module for tap in ran if tap.port.startswith("out"))
+    inside = [name for name in outputs if name not in plan.modules]
+    return {layer: [m for m in inside if m.rpartition(".")[0] == layer] for layer in layers}
 
 
 def _name(dtype: torch.dtype) -> str:

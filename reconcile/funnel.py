@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from reconcile.criteria import beside
 from reconcile.examine import examine_logits
 from reconcile.exceptions import TraceError
 from reconcile.grouped import flat_rows
+from reconcile.inside import blocked, judge_layer
 from reconcile.judge import Finding, judge_baseline, judge_bound, judge_fixed, judge_numbers
 from reconcile.limits import BASELINE_FACTORS, baseline_limits
 from reconcile.metrics import error_stats
@@ -294,20 +296,23 @@ def _verdict_on_op(
 
 
 def _module_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
-    """Layers, final norm and head on the reference's inputs; then every output of the free run."""
+    """Layers, final norm and head on the reference's inputs; then every output of the free run.
+
+    Before each layer, the blocks inside it, in the same run of it.
+    """
     for key, (c, r) in sides.norms.items():
         for tap in r.meta["baseline"]:
             finding = _judge_norm(sides, tap, c, r)
             yield sides.row(Level.MODULE, Tap.parse(tap), "small_rows", key, finding)
     for part in sides.record.parts:
-        inside = sorted(name for name in failed if name.startswith(f"{part}."))
-        for key, (c, r) in sides.isolated.items():
-            tap = output_tap(part, r)
-            finding = _blocked(judge_pair(sides, tap, c, r), inside)
-            yield sides.row(Level.MODULE, Tap.parse(tap), "isolated", key, finding)
+        inner = sides.blocks.get(part, ())
+        judge = partial(judge_pair, sides)
+        found = judge_layer(part, inner, sides.isolated, failed, judge)
+        for tap, key, finding in (*found.blocks, *found.whole):
+            yield sides.row(Level.MODULE, tap, "isolated", key, finding)
     for tap in _chained_taps(sides):
         for key, (c, r) in sides.chained.items():
-            finding = _blocked(judge_pair(sides, tap, c, r), sorted(failed))
+            finding = blocked(judge_pair(sides, tap, c, r), sorted(failed))
             yield sides.row(Level.MODULE, Tap.parse(tap), "chained", key, finding)
 
 
@@ -403,8 +408,7 @@ def _model_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
             checks = ("logits", "top10", "kl", "growth")
             found = iter([(check, Tap.parse(tap), finding) for check in checks])
         for check, place, finding in found:
-            blocked = _blocked(finding, sorted(failed))
-            yield sides.row(Level.MODEL, place, check, key, blocked)
+            yield sides.row(Level.MODEL, place, check, key, blocked(finding, sorted(failed)))
 
 
 def _task_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
@@ -423,8 +427,8 @@ def _task_rows(sides: Sides, failed: frozenset[str]) -> Iterator[Row]:
         finding = _ended_at(ours["failure"])
     else:
         finding = _not_compared("the candidate's trace has no answers to the task")
-    blocked = _blocked(finding, sorted(failed))
-    yield sides.row(Level.MODEL, Tap("", "out.tokens"), "task", "", blocked)
+    finding = blocked(finding, sorted(failed))
+    yield sides.row(Level.MODEL, Tap("", "out.tokens"), "task", "", finding)
 
 
 def judge_model(sides: Sides, tap: str, c: Pass, r: Pass) -> Iterator[tuple[str, Tap, Finding]]:
@@ -532,15 +536,6 @@ def _ended_at(failure: Mapping[str, str]) -> Finding:
     reason = Reason.NOT_RUN if failure["reason"] == Reason.NOT_RUN else Reason.BLOCKED
     text = f"the pass ended at {failure['module']}: {failure['text']}"
     return Finding({}, reason=reason, text=text)
-
-
-def _blocked(finding: Finding, causes: list[str]) -> Finding:
-    """A failure that a failing row below explains is not a second FAIL."""
-    if finding.reason is None or finding.reason.verdict is not Verdict.FAIL or not causes:
-        return finding
-    more = f" and {len(causes) - 1} more" if len(causes) > 1 else ""
-    text = f"explained by {causes[0]}{more}; {finding.text}"
-    return replace(finding, reason=Reason.BLOCKED, text=text)
 
 
 def _failed(rows: Iterable[Row]) -> frozenset[str]:

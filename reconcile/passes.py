@@ -29,6 +29,21 @@ def tapped_modules(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in model.named_modules() if name in wanted)
 
 
+def inner_blocks(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    """What the layers call on the way: their norms, attention, MLP."""
+    return tuple(
+        f"{layer}.{name}"
+        for layer in plan.checkpoint.structure.layers
+        for name, child in model.get_submodule(layer).named_children()
+        if f"{layer}.{name}" not in plan.modules and _computes(child)
+    )
+
+
+def _computes(module: nn.Module) -> bool:
+    """Whether it has weights of its own or modules inside, as a norm or an attention has."""
+    return any(True for _ in (*module.children(), *module.parameters(recurse=False)))
+
+
 class Stream:
     """A model that goes through one prompt, call by call, with a KV cache of its own."""
 
@@ -40,14 +55,27 @@ class Stream:
         self._cache: Any = None
         self._ended: BaseException | None = None
 
-    def record(self, step: Step, modules: Iterable[str], *, inputs: bool = True) -> Pass:
-        """The next call, recorded; what ended an earlier one ends this too."""
+    def record(
+        self,
+        step: Step,
+        modules: Iterable[str],
+        *,
+        inputs: bool = True,
+        inside: Iterable[str] = (),
+    ) -> Pass:
+        """The next call, recorded; what ended an earlier one ends this too.
+
+        ``inside``: blocks of which only main input and output are recorded.
+        """
         if self._ended is not None:
             raise self._ended
         plan, model, memory = self._plan, self._model, TraceMemory()
         context = plan.checkpoint.precise(plan.reference_dtype) if self._precise else nullcontext()
         tokens = step.tokens.to(next(model.parameters()).device)
-        with Recorder(model, modules, memory, inputs=inputs) as recorder, context:
+        with (
+            Recorder(model, modules, memory, inputs=inputs, streams=inside) as recorder,
+            context,
+        ):
             try:
                 self._call(tokens, cached=bool(step.phase))
             except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ class Sides:
     """(key, what is missing) of the passes that only one side has."""
     task: tuple[dict[str, Any], dict[str, Any]] | None = None
     """What candidate and reference answered to the case's task; None: it has none."""
+    blocks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By layer, the blocks inside it in execution order, as the reference's trace says."""
     gallery: Gallery = field(default_factory=Gallery)
     """Chooses the rows whose tensors are looked at closely."""
 
@@ -192,7 +195,8 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
     task = None if theirs_task is None else (candidate.facts.get("task", {}), theirs_task)
     names = tuple(order or ())
     norms, _ = _paired(reference, candidate, NORMS)
-    return Sides(ours, names, weights, stages, isolated, chained, norms, unpaired, task)
+    blocks = {layer: tuple(inner) for layer, inner in reference.facts.get("blocks", {}).items()}
+    return Sides(ours, names, weights, stages, isolated, chained, norms, unpaired, task, blocks)
 
 
 def _check_parts(record: PlanRecord, reference: Trace) -> None:
@@ -201,7 +205,8 @@ def _check_parts(record: PlanRecord, reference: Trace) -> None:
         if item.kind == "isolated":
             taps = [Tap.parse(name) for name in item.tensors]
             captured = {tap.module for tap in taps if tap.port.startswith("out")}
-            named = {*record.modules, *record.parts}
+            inner = reference.facts.get("blocks", {}).values()
+            named = {*record.modules, *record.parts, *chain.from_iterable(inner)}
             agree = captured <= named and set(record.parts) <= captured
         elif item.kind == NORMS:
             agree = bool(item.meta.get("baseline")) or not item.tensors

@@ -112,17 +112,25 @@ class Recorder:
     """Hooks on a model that put what they see into a `Store`; a context manager.
 
     A call of the model itself delimits a pass and gives its fingerprint. ``kind`` may be set
-    before each call.
+    before each call. Of ``streams`` only the tensor that goes through is recorded: the main
+    input (`main_input`) and the first floating-point output.
     """
 
     def __init__(
-        self, model: nn.Module, modules: Iterable[str], store: Store, *, inputs: bool = True
+        self,
+        model: nn.Module,
+        modules: Iterable[str],
+        store: Store,
+        *,
+        inputs: bool = True,
+        streams: Iterable[str] = (),
     ) -> None:
         self.kind = "chained"
         self.passes = 0
         self.fired: Counter[str] = Counter()
         self._model = model
         self._modules = tuple(modules)
+        self._streams = tuple(streams)
         self._store = store
         self._inputs = inputs
         self._calls: Counter[str] = Counter()
@@ -140,6 +148,11 @@ class Recorder:
                     hook = self._before(name)
                     add(_removing(module.register_forward_pre_hook(hook, with_kwargs=True)))
                 add(_removing(module.register_forward_hook(self._after(name))))
+            for name in self._streams:
+                module = self._model.get_submodule(name)
+                hook = self._before_stream(name)
+                add(_removing(module.register_forward_pre_hook(hook, with_kwargs=True)))
+                add(_removing(module.register_forward_hook(self._after_stream(name))))
             add(_removing(self._model.register_forward_hook(self._end)))
             self._stack = stack.pop_all()
         return self
@@ -194,6 +207,26 @@ class Recorder:
 
         return hook
 
+    def _before_stream(self, name: str) -> Any:  # noqa: ANN401 - torch's hook type
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._require_pass(name)
+            found = _floating(args, kwargs)
+            if port := main_input(found):
+                self._putter(name)(port, found[port])
+
+        return hook
+
+    def _after_stream(self, name: str) -> Any:  # noqa: ANN401 - torch's hook type
+        def hook(_: nn.Module, __: tuple[Any, ...], output: object) -> None:
+            found: dict[str, Tensor] = {}
+            visit_tensors(output, "out", found.__setitem__)
+            floating = (port for port, tensor in found.items() if tensor.is_floating_point())
+            if (port := next(floating, None)) is not None:
+                self._putter(name)(port, found[port])
+            self._calls[name] += 1
+
+        return hook
+
     def _require_pass(self, name: str) -> None:
         if not self._recording:
             raise TapError(
@@ -204,6 +237,26 @@ class Recorder:
     def _putter(self, name: str) -> Any:  # noqa: ANN401 - a local function
         call = self._calls[name]
         return lambda port, tensor: self._store.put(str(Tap(name, port, call)), tensor)
+
+
+def _floating(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """Floating-point tensors that a module is called with, by port."""
+    found: dict[str, Tensor] = {}
+    for index, value in enumerate(args):
+        visit_tensors(value, f"in{index}", found.__setitem__)
+    visit_tensors(kwargs, "in", found.__setitem__)
+    return {port: tensor for port, tensor in found.items() if tensor.is_floating_point()}
+
+
+def main_input(ports: Iterable[str]) -> str:
+    """Of input ports the one that holds the hidden states; empty of none.
+
+    >>> main_input(["in.position_embeddings.0", "in.hidden_states"])
+    'in.hidden_states'
+    """
+    known = [port for port in ports if port.startswith("in")]
+    named = [port for port in ("in0", "in.hidden_states") if port in known]
+    return next(iter([*named, *known]), "")
 
 
 @contextmanager
