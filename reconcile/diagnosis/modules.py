@@ -1,7 +1,8 @@
 """Modules that fail although their ops pass: diagnosed by varying the reference module.
 
 The reference layer runs again on the very inputs that the candidate's got, with one common mistake
-at a time; how much of the error disappears is what the mistake explains.
+at a time; how much of the error disappears, at the layer's output or at that of a block inside it,
+is what the mistake explains.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from reconcile.plan import Plan
 from reconcile.ports import output_tap, ports
 from reconcile.report import Diagnosis, Level, Row, Verdict
 from reconcile.steps import Step
-from reconcile.taps import forced_inputs
+from reconcile.taps import forced_inputs, main_input
 from reconcile.trace import Tap, Trace
 
 MOST = 3
@@ -50,8 +51,10 @@ def diagnose_modules(
             done.append(row)
             continue
         if row.tap not in known and len(known) < MOST:
-            if row.check == "small_rows":
-                known[row.tap] = _norm(plan, reference, candidate, row)
+            kind = KIND if row.check == "small_rows" else row.check
+            module = Tap.parse(row.tap).module
+            if kind == KIND or _is_norm(plan, reference, module):
+                known[row.tap] = _norm(plan, reference, candidate, row, kind)
             else:
                 bench = bench or _Bench.of(plan)
                 known[row.tap] = bench.diagnose(reference, candidate, row)
@@ -59,12 +62,22 @@ def diagnose_modules(
     return tuple(done)
 
 
-def _norm(plan: Plan, reference: Trace, candidate: Trace, row: Row) -> tuple[Diagnosis, ...]:
-    r = reference.select(KIND)[row.pass_].tensors
-    c = candidate.select(KIND)[row.pass_].tensors
+def _is_norm(plan: Plan, reference: Trace, module: str) -> bool:
+    """Whether it is a norm inside a layer; the final one may also be left out or doubled."""
+    alone = reference.select(KIND)
+    norms = {Tap.parse(tap).module for item in alone.values() for tap in item.tensors}
+    return module in norms - set(plan.parts)
+
+
+def _norm(
+    plan: Plan, reference: Trace, candidate: Trace, row: Row, kind: str
+) -> tuple[Diagnosis, ...]:
+    r = reference.select(kind)[row.pass_]
+    c = candidate.select(kind)[row.pass_].tensors
     module = Tap.parse(row.tap).module
-    x = r[str(Tap(module, "in0"))]
-    found = diagnose_norm(x, c[row.tap], r[row.tap])
+    given = ports(r, module, "in")
+    x = given[main_input(given)]
+    found = diagnose_norm(x, c[row.tap], r.tensors[row.tap])
     final = module == plan.checkpoint.structure.norm
     return _ranked([_in_module(_named(item, final), module) for item in found])
 
@@ -112,22 +125,25 @@ class _Bench:
         return cls(plan, model, time.process_time() + SECONDS)
 
     def diagnose(self, reference: Trace, candidate: Trace, row: Row) -> tuple[Diagnosis, ...]:
-        """Try every variation of a part on the inputs that it was given."""
+        """Try every variation of a part, or of a block inside it, on the inputs of the part."""
         step = self._step(row.pass_)
         if step is None or step.phase == "decode":
             return ()  # one token on top of a cache is not run again
         r = reference.select("isolated")[row.pass_]
         c = candidate.select("isolated")[row.pass_].tensors[row.tap].double()
         right = r.tensors[row.tap].double()
-        part = Tap.parse(row.tap).module
+        module = Tap.parse(row.tap).module
+        part = module if module in self.plan.parts else module.rpartition(".")[0]
         given = ports(r, part, "in")
         error = float((c - right).square().sum())
         found = []
         with pristine(self.model) as replaced:
-            again = self._run(part, part, given, step).double()
+            again = self._run(part, given, step, module).double()
             if float((again - right).square().sum()) > SAME * error:
                 return (_other_library(float((c - again).square().sum()) / error),)
-            for name, where, text, y in self._tried(part, given, step, first_wrong(c, right)):
+            for name, where, text, y in self._tried(
+                part, module, given, step, first_wrong(c, right)
+            ):
                 if y.shape == c.shape and error > 0:
                     share = 1 - float((c - y.double()).square().sum()) / error
                     found.append(_diagnosis(name, where, text, share))
@@ -138,40 +154,51 @@ class _Bench:
         return next((step for step in steps if step.key == key), None)
 
     def _tried(
-        self, part: str, given: dict[str, Tensor], step: Step, first: int | None
+        self, part: str, module: str, given: dict[str, Tensor], step: Step, first: int | None
     ) -> Iterator[tuple[str, str, str, Tensor]]:
-        """Name, place, words and output of the part under each mistake."""
+        """Name, place, words, and output of a module of the part, under each mistake."""
         structure = self.plan.checkpoint.structure
         if part == structure.norm:
             yield "final_norm", part, "the final norm is left out", given["in0"]
-            again = self._run(part, part, given, step)
-            twice = self._run(part, part, given | {"in0": again}, step)
+            again = self._run(part, given, step)
+            twice = self._run(part, given | {"in0": again}, step)
             yield "final_norm", part, "the final norm is applied twice", twice
         if part not in structure.layers:
             return
         layer = self.model.get_submodule(part)
         for variation in (*variations(layer), *windows(layer, first)):
+            where = f"{part}.{variation.where}"
+            if not f"{where}.".startswith(f"{module}."):
+                continue  # it changes nothing in there, or what comes in, which is right
             if time.process_time() > self.until:
                 return
             with varied(layer, variation):
-                y = self._run(part, part, given, step)
-            yield variation.name, f"{part}.{variation.where}", variation.text, y
-        whole = self._run(part, part, given, step)
-        text = "the output is what the layer adds: the stream is another element of what it returns"
-        yield "tuple_element", part, text, whole - given["in0"].to(whole.dtype)
+                y = self._run(part, given, step, module)
+            yield variation.name, where, variation.text, y
+        if module == part:
+            text = (
+                "the output is what the layer adds: the stream is another element of what it "
+                "returns"
+            )
+            whole = self._run(part, given, step)
+            yield "tuple_element", part, text, whole - given["in0"].to(whole.dtype)
         number = structure.layers.index(part)
         for shift in (-1, 1):
             if 0 <= number + shift < len(structure.layers):
                 other = structure.layers[number + shift]
-                y = self._run(other, other, given, step)
-                yield "layer_shift", part, f"computes what {other} should", y
+                twin = f"{other}{module.removeprefix(part)}"
+                y = self._run(other, given, step, twin)
+                yield "layer_shift", module, f"computes what {twin} should", y
 
-    def _run(self, part: str, fed: str, given: dict[str, Tensor], step: Step) -> Tensor:
-        """The output of a part on given inputs; the rest of the model runs as it does."""
+    def _run(
+        self, part: str, given: dict[str, Tensor], step: Step, module: str | None = None
+    ) -> Tensor:
+        """The output of a part, or of a module inside it, on given inputs of the part."""
         stream = Stream(self.plan, self.model, precise=True)
-        with forced_inputs(self.model, {fed: given}, self.plan.reference_dtype):
-            recorded = stream.record(step, [part], inputs=False)
-        return recorded.tensors[output_tap(part, recorded)]
+        watched = module or part
+        with forced_inputs(self.model, {part: given}, self.plan.reference_dtype):
+            recorded = stream.record(step, (), inside=[watched])
+        return recorded.tensors[output_tap(watched, recorded)]
 
 
 def _diagnosis(name: str, where: str, text: str, share: float) -> Diagnosis:

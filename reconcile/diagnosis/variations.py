@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 Hooks = Callable[[nn.Module, ExitStack], None]
 """Registers a mistake on a layer; what is entered on the stack is undone."""
@@ -48,6 +50,7 @@ def variations(layer: nn.Module) -> Iterator[Variation]:
         yield Variation(
             "gate_up_order", name, "gate and up are swapped", _swapped(name, "gate_proj", "up_proj")
         )
+        yield from _activations(*mlp)
         yield from _residuals(name, "the MLP")
     for name, module in ((attention or ("", None)), (mlp or ("", None))):
         for last in ("o_proj", "down_proj"):
@@ -87,6 +90,39 @@ def _attention(name: str, block: nn.Module) -> Iterator[Variation]:
             what = f"the scale of the attention scores {text}"
             yield Variation("attention_scale", name, what, _attribute(name, "scaling", wrong))
     yield from _residuals(name, "the attention")
+
+
+ACTIVATIONS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+    ("SiLU", functional.silu),
+    ("GELU", functional.gelu),
+    ("GELU by tanh", partial(functional.gelu, approximate="tanh")),
+    ("GELU as x sigmoid(1.702 x)", lambda x: x * torch.sigmoid(1.702 * x)),
+    ("ReLU", functional.relu),
+    ("squared ReLU", lambda x: functional.relu(x).square()),
+    ("sigmoid", torch.sigmoid),
+    ("no function", lambda x: x),
+)
+"""What may stand in for the activation of an MLP; the right one among them explains nothing."""
+
+
+def _activations(name: str, block: nn.Module) -> Iterator[Variation]:
+    attribute = next((a for a in ("act_fn", "activation_fn") if callable(getattr(block, a, 0))), "")
+    for what, function in ACTIVATIONS if attribute else ():
+        text = f"the activation of the MLP is {what}"
+        hooks = _attribute(name, attribute, _Applied(function))
+        yield Variation("activation_function", name, text, hooks)
+
+
+class _Applied(nn.Module):
+    """A function as a module: a module's place takes nothing else."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``function(x)``."""
+        return self._function(x)
 
 
 # --------------------------------------------------------------------------- hooks
@@ -237,7 +273,7 @@ def _window(count: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def _attribute(name: str, attribute: str, value: float) -> Hooks:
+def _attribute(name: str, attribute: str, value: float | nn.Module) -> Hooks:
     def hooks(layer: nn.Module, stack: ExitStack) -> None:
         block = layer.get_submodule(name)
         stack.callback(setattr, block, attribute, getattr(block, attribute))
@@ -303,6 +339,7 @@ NAMES = (
     "gqa_tiling",
     "mask",
     "attention_scale",
+    "activation_function",
     "residual_missing",
     "residual_doubled",
     "partial_sum",

@@ -142,21 +142,46 @@ def scale_of_attention(model):
     model.model.layers[2].self_attn.scaling = 1.0
 
 
-def residual_missing(model):
-    """The attention block's residual of layer 3 is not added."""
+def with_layer(index, function):
+    """Layer ``index`` is ``function(layer, x, **kwargs)``."""
+
+    def change(model):
+        layer = model.model.layers[index]
+        layer.forward = lambda x, **kwargs: function(layer, x, **kwargs)
+
+    return change
+
+
+def residual_missing(layer, x, **kwargs):
+    """The attention's residual is not added."""
+    y, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
+    return y + layer.mlp(layer.post_attention_layernorm(y))
+
+
+def residual_doubled(layer, x, **kwargs):
+    """The MLP's residual is added twice."""
+    y, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
+    y = x + y
+    return y + layer.mlp(layer.post_attention_layernorm(y)) + y
+
+
+def residual_before_the_norm(layer, x, **kwargs):
+    """The MLP reads the attention's output without the stream, which is added later."""
+    y, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
+    return x + y + layer.mlp(layer.post_attention_layernorm(y))
+
+
+def residual_in_the_attention(model):
+    """The attention adds the stream itself, and the layer adds it again."""
     layer = model.model.layers[3]
     kept = []
     before = layer.input_layernorm.forward
     layer.input_layernorm.forward = lambda x: (kept.append(x), before(x))[1]
-    wrapped(layer.self_attn, lambda out: (out[0] - kept.pop(), *out[1:]))
+    wrapped(layer.self_attn, lambda out: (out[0] + kept.pop(), *out[1:]))
 
 
-def residual_doubled(model):
-    layer = model.model.layers[3]
-    kept = []
-    before = layer.post_attention_layernorm.forward
-    layer.post_attention_layernorm.forward = lambda x: (kept.append(x), before(x))[1]
-    wrapped(layer.mlp, lambda out: out + kept.pop())
+def gelu(model):
+    model.model.layers[3].mlp.act_fn = torch.nn.GELU(approximate="tanh")
 
 
 def delta_without_residual(model):
@@ -215,6 +240,14 @@ def layer(index):
     return f"model.layers.{index}:out"
 
 
+def attention(index):
+    return f"model.layers.{index}.self_attn:out.0"
+
+
+def mlp(index):
+    return f"model.layers.{index}.mlp:out"
+
+
 MUTANTS = (
     mutant(
         "epsilon_of_all", "model.layers.0.input_layernorm:out", ("epsilon",),
@@ -233,50 +266,68 @@ MUTANTS = (
         "1 is added to the weight of one norm of layer 2", altered(one_plus_weight),
     ),
     mutant(
-        "rope_pairs", layer(0), ("rope_pairing",),
+        "rope_pairs", attention(0), ("rope_pairing",),
         "vllm-project/vllm-metal#44: neighbouring pairs against halves",
         "RoPE rotates neighbouring pairs", replaced("apply_rotary_pos_emb", interleaved_rope),
     ),
     mutant(
-        "rope_pairs_of_one", layer(2), ("rope_pairing",),
+        "rope_pairs_of_one", attention(2), ("rope_pairing",),
         "vllm-project/vllm-metal#44: neighbouring pairs against halves",
         "RoPE of layer 2 rotates neighbouring pairs",
         in_attention_of(2, "apply_rotary_pos_emb", interleaved_rope),
     ),
     mutant(
-        "gqa_tiled", layer(0), ("gqa_tiling",),
+        "gqa_tiled", attention(0), ("gqa_tiling",),
         "onnx/onnx#7274: KV heads are tiled, not repeated",
         "KV heads 0, 1, 0, 1, ...", replaced("repeat_kv", tiled),
     ),
     mutant(
-        "gqa_tiled_in_one", layer(4), ("gqa_tiling",),
+        "gqa_tiled_in_one", attention(4), ("gqa_tiling",),
         "apple/axlearn#842: KV heads are tiled, not repeated",
         "KV heads 0, 1, 0, 1, ... in layer 4", in_attention_of(4, "repeat_kv", tiled),
     ),
     mutant(
-        "no_mask", layer(1), ("mask",),
+        "no_mask", attention(1), ("mask",),
         "pytorch/pytorch#103749: a mask that is not applied",
         "layer 1 attends to later tokens", altered(without_mask),
     ),
     mutant(
-        "window", layer(1), ("mask",),
+        "window", attention(1), ("mask",),
         "huggingface/transformers#39408: a window that counts keys otherwise",
         "layer 1 attends to 16 keys", altered(window_of_16),
     ),
     mutant(
-        "softmax_scale", layer(2), (),
+        "softmax_scale", attention(2), ("attention_scale",),
         "flashinfer-ai/flashinfer#4979: a scale that only another branch applies",
         "the scores of layer 2 are not scaled", altered(scale_of_attention),
     ),
     mutant(
+        "activation", mlp(3), ("activation_function",),
+        "huggingface/candle#3745: an MLP with the other of SiLU and GELU",
+        "GELU in the MLP of layer 3, where SiLU is right", altered(gelu),
+    ),
+    mutant(
         "residual_missing", layer(3), ("residual_missing",),
         "ndif-team/nnterp#42: a residual that is added elsewhere",
-        "the attention's residual of layer 3 is omitted", altered(residual_missing),
+        "the attention's residual of layer 3 is omitted",
+        altered(with_layer(3, residual_missing)),
     ),
     mutant(
         "residual_doubled", layer(3), ("residual_doubled",),
         "ndif-team/nnsight#642: a residual that is added twice",
-        "the residual of layer 3's MLP is added twice", altered(residual_doubled),
+        "the residual of layer 3's MLP is added twice",
+        altered(with_layer(3, residual_doubled)),
+    ),
+    mutant(
+        "residual_late", layer(3), (),
+        "ndif-team/nnterp#42: a residual that is added elsewhere",
+        "the MLP of layer 3 reads the attention's output, not the stream",
+        altered(with_layer(3, residual_before_the_norm)),
+    ),
+    mutant(
+        "residual_in_attention", attention(3), ("residual_doubled",),
+        "ndif-team/nnsight#642: a residual that is added twice",
+        "the attention of layer 3 adds the stream, too", altered(residual_in_the_attention),
     ),
     mutant(
         "deferred_residual", layer(2), ("tuple_element", "residual_missing"),
