@@ -125,6 +125,18 @@ def no_residual(layer, model):
     )
 
 
+def overflowing_norm(layer, model):
+    """Squares saturate at 16: nothing in the probe for epsilons is that large."""
+    norm = layer.post_attention_layernorm
+
+    def forward(x):
+        wide = x.float()
+        power = wide.square().clamp_max(16.0).mean(-1, keepdim=True)
+        return (wide * torch.rsqrt(power + norm.variance_epsilon)).to(x.dtype) * norm.weight
+
+    norm.forward = forward
+
+
 def next_layer(layer, model):
     layers = model.model.layers
     layers[2], layers[3] = layers[3], layers[2]
@@ -182,6 +194,10 @@ def activated_up(layer, model):
     mlp.forward = lambda x: mlp.down_proj(mlp.act_fn(mlp.up_proj(x)) * mlp.gate_proj(x))
 
 
+def relu(layer, model):
+    layer.mlp.act_fn = torch.nn.ReLU()
+
+
 def residual_twice(layer, model):
     streams = []
     norm = layer.input_layernorm.forward
@@ -207,6 +223,7 @@ MODULES = [
     ("k and v modules", swapped_modules, "qkv_order", f"{LAYER}.self_attn.k_proj"),
     ("k and v split", swapped_after_the_split, "qkv_order", f"{LAYER}.self_attn.k_proj"),
     ("RoPE pairs", interleaved_rope, "rope_pairing", f"{LAYER}.self_attn"),
+    ("ReLU", relu, "activation_function", f"{LAYER}.mlp"),
     ("no mask", no_mask, "mask", f"{LAYER}.self_attn"),
     ("heads tiled", tiled_heads, "gqa_tiling", f"{LAYER}.self_attn"),
     ("ten keys", sees_ten_keys, "mask", f"{LAYER}.self_attn"),
@@ -238,6 +255,20 @@ def test_module_and_cause_are_named(run, what, fault, name, module):
 
     assert (best.name, best.parameters.get("module")) == (name, module), (first.tap, found)
     assert best.explains >= 0.9
+
+
+BLOCKS = [
+    ("attention", tiled_heads, f"{LAYER}.self_attn:out.0"),
+    ("MLP", relu, f"{LAYER}.mlp:out"),
+    ("norm, on large rows alone", overflowing_norm, f"{LAYER}.post_attention_layernorm:out"),
+    ("between blocks", no_residual, f"{LAYER}:out"),
+]
+
+
+@pytest.mark.parametrize(("what", "fault", "tap"), BLOCKS, ids=[row[0] for row in BLOCKS])
+def test_the_block_at_fault_is_named_first(run, what, fault, tap):
+    first = run(fault, levels=("module",))
+    assert (first.level, first.check, first.tap) == (Level.MODULE, "isolated", tap)
 
 
 def test_the_epsilons_are_solved_for(run):
