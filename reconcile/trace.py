@@ -2,7 +2,8 @@
 
 On disk a trace is ``manifest.json`` beside one safetensors shard per pass. Shards are written
 as the tensors arrive (no second copy in memory); the manifest is written last and renamed into
-place, so that a killed run leaves no manifest and therefore no trace.
+place, so that a killed run leaves no manifest and therefore no trace. A tensor that several taps
+saw is written once by `Trace.save`; the manifest says ``as`` which tap.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -131,8 +132,12 @@ class Trace:
         with TraceWriter(directory) as writer:
             for item in self.passes:
                 writer.begin(item.key, item.kind)
+                first = _first_of_each(item.tensors)
                 for tap, tensor in item.tensors.items():
-                    writer.put(tap, tensor, item.strides.get(tap))
+                    if first.get(tap, tap) == tap:
+                        writer.put(tap, tensor, item.strides.get(tap))
+                    else:
+                        writer.put_again(tap, first[tap], item.strides.get(tap, tensor.stride()))
                 writer.end(item.meta)
             writer.finish(self.provenance, self.facts)
 
@@ -155,6 +160,16 @@ class Trace:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise TraceError(f"{root / 'manifest.json'}: incomplete manifest: {error}") from error
+
+
+def _first_of_each(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """By tap, the first tap that holds the very same tensor; of a trace on disk nothing is known.
+
+    (There each look at a tap makes a tensor of its own.)
+    """
+    first: dict[int, str] = {}
+    known = tensors if isinstance(tensors, dict) else {}
+    return {tap: first.setdefault(id(tensor), tap) for tap, tensor in known.items()}
 
 
 class Store(Protocol):
@@ -370,6 +385,10 @@ class TraceWriter:
             {"tap": tap, "stride": list(tensor.stride() if stride is None else stride)}
         )
 
+    def put_again(self, tap: str, first: str, stride: tuple[int, ...]) -> None:
+        """A further tap of what is written already as ``first``."""
+        self._taps.append({"tap": tap, "stride": list(stride), "as": first})
+
     def end(self, meta: dict[str, Any] | None = None) -> None:
         """Finish the shard."""
         if self._shard is None or self._open is None:
@@ -472,11 +491,12 @@ class _ShardWriter:
 class _LazyTensors(Mapping[str, Tensor]):
     """The tensors of one shard, read from the mapped file when asked for."""
 
-    def __init__(self, path: Path, taps: Iterable[str]) -> None:
+    def __init__(self, path: Path, taps: Mapping[str, str]) -> None:
+        """``taps``: by tap, the name under which the shard holds it."""
         self._path = path
-        self._taps = dict.fromkeys(taps)
+        self._taps = dict(taps)
         self._shard = self._opened()
-        missing = sorted(self._taps.keys() - set(self._shard.keys()))
+        missing = sorted(set(self._taps.values()) - set(self._shard.keys()))
         if missing:
             raise TraceError(f"{path}: the manifest names tensors that it lacks: {missing[:5]}")
 
@@ -487,9 +507,7 @@ class _LazyTensors(Mapping[str, Tensor]):
             raise TraceError(f"{self._path}: missing, truncated or damaged: {error}") from error
 
     def __getitem__(self, tap: str) -> Tensor:
-        if tap not in self._taps:
-            raise KeyError(tap)
-        tensor: Tensor = self._shard.get_tensor(tap)
+        tensor: Tensor = self._shard.get_tensor(self._taps[tap])
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -525,7 +543,7 @@ def _load_pass(root: Path, entry: dict[str, Any]) -> Pass:
     name = entry["shard"]
     if Path(name).name != name:
         raise TraceError(f"{root / 'manifest.json'}: a shard must lie beside it, got {name!r}")
-    taps = [item["tap"] for item in entry["taps"]]
+    taps = {item["tap"]: item.get("as", item["tap"]) for item in entry["taps"]}
     return Pass(
         key=entry["key"],
         kind=entry["kind"],

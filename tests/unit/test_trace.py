@@ -163,6 +163,29 @@ def test_a_shard_that_is_gone_is_an_error(tmp_path):
         Trace.load(tmp_path / "t")
 
 
+def test_a_tensor_that_several_taps_saw_is_written_once(tmp_path):
+    seen, like = BASE.clone(), BASE.clone()
+    tensors = {"a:out": seen, "b:in0": seen, "c:in0": like, "d:in0": seen}
+    Trace(passes=[Pass("k", "chained", tensors, {"b:in0": (9,)})]).save(tmp_path / "once")
+    Trace(passes=[Pass("k", "chained", {"a:out": seen})]).save(tmp_path / "one")
+    found = Trace.load(tmp_path / "once")
+    found.save(tmp_path / "again")
+
+    for folder in ("once", "again"):
+        (item,) = Trace.load(tmp_path / folder).passes
+        assert list(item.tensors) == list(tensors)
+        assert all(torch.equal(item.tensors[tap], BASE) for tap in tensors)
+        assert item.strides["b:in0"] == (9,)
+        with pytest.raises(KeyError):
+            item.tensors["x:out"]
+    sizes = {
+        name: next((tmp_path / name).glob("*.safetensors")).stat().st_size
+        for name in ("one", "once", "again")
+    }
+    assert sizes["once"] - sizes["one"] == BASE.numel() * BASE.element_size()
+    assert sizes["again"] > sizes["once"]  # of a trace on disk nobody knows what was the same
+
+
 def test_two_passes_with_the_same_inputs():
     trace = Trace(passes=[Pass("k", "chained"), Pass("k", "isolated"), Pass("k", "chained")])
     assert list(trace.select("isolated")) == ["k"]
@@ -196,6 +219,11 @@ EDITS = {
         lambda m: m["passes"][0]["taps"].append({"tap": "zz:out", "stride": [1]}),
         "names tensors that it lacks.*zz:out",
     ),
+    "as an unknown tensor": (
+        lambda m: m["passes"][0]["taps"][1].update({"as": "zz:out"}),
+        "names tensors that it lacks.*zz:out",
+    ),
+    "as a list": (lambda m: m["passes"][0]["taps"][1].update({"as": []}), "incomplete manifest"),
     "schema": (lambda m: m.update(schema=2), "schema 1"),
     "no schema": (lambda m: m.pop("schema"), "schema 1"),
     "no passes": (lambda m: m.pop("passes"), "incomplete manifest"),
