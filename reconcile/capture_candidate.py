@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from reconcile.exceptions import TraceError
+from reconcile.exits import exits_refused
 from reconcile.grouped import (
     Reference,
     StoredWeight,
@@ -44,6 +45,7 @@ from reconcile.provenance import provenance
 from reconcile.replay import Call, KernelFailureError, KernelLinear, Prepared, repeated
 from reconcile.report import Reason
 from reconcile.rounding import bitwise_equal
+from reconcile.settings import own_arithmetic
 from reconcile.stages import all_stage_facts
 from reconcile.steps import Step
 from reconcile.taps import forced_inputs
@@ -54,6 +56,8 @@ REPEATS = 3
 """Calls of a kernel on one input whose bits must agree."""
 
 
+@exits_refused()
+@own_arithmetic()
 def capture_candidate(
     plan: Plan,
     reference: Trace,
@@ -89,10 +93,12 @@ def capture_candidate(
                 if key not in chained:
                     raise TraceError(f"the reference's trace lacks the prompt {list(ids)[:8]}...")
                 _use(model, plan.runs_in(step.phase))
+                _begin(model)
                 fed = Pass(key, "isolated", meta=_said(step))
                 if "op" in wanted and plan.runs_in(step.phase):
                     progress("ops")
-                    _replay_ops(plan, ready, reference.facts["order"], isolated[key], fed)
+                    order, first = reference.facts["order"], not trace.passes
+                    _replay_ops(plan, ready, order, isolated[key], fed, owned=first)
                 if "module" in wanted:
                     progress("modules")
                     force_parts(plan, model, isolated[key], fed, fed_stream, step)
@@ -102,7 +108,7 @@ def capture_candidate(
                     trace.passes.append(chain(plan, model, ops, ready, free_stream, step))
         if "module" in wanted:
             trace.passes.append(call_norms(model, plan.dtype, plan.dtype))
-        if plan.task is not None and "model" in wanted and "task" in reference.facts:
+        if plan.asked is not None and "model" in wanted:
             progress("task")
             trace.facts["task"] = _task(plan, model)
     trace.facts["calls_in_model"] = sum(m.calls for m in _kernels(model).values())
@@ -115,10 +121,11 @@ def capture_candidate(
 
 def _task(plan: Plan, model: nn.Module) -> dict[str, Any]:
     """What the candidate answers, and how often its kernel ran meanwhile."""
-    assert plan.task is not None
-    before = sum(m.calls for m in _kernels(model).values())
+    assert plan.asked is not None
+    before = sum(_calls(model).values())
+    _begin(model)
     try:
-        given = answers(model, plan.task, lambda phase: _use(model, plan.runs_in(phase)))
+        given = answers(model, plan.asked, lambda phase: _use(model, plan.runs_in(phase)))
     except KernelFailureError as failure:
         return {"failure": _failure(failure)}
     fallbacks = sorted({m.fallback for m in _kernels(model).values() if m.fallback})
@@ -143,6 +150,17 @@ def _kernels(model: nn.Module) -> dict[str, KernelLinear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, KernelLinear)}
 
 
+def _begin(model: nn.Module) -> None:
+    """What the kernels do besides computing is noted anew."""
+    for module in _kernels(model).values():
+        module.forget()
+
+
+def _calls(model: nn.Module) -> dict[str, int]:
+    """Calls of each kernel so far."""
+    return {name: module.calls for name, module in _kernels(model).items()}
+
+
 def _use(model: nn.Module, used: bool) -> None:
     """Let the kernel compute its modules, or plain torch."""
     for module in _kernels(model).values():
@@ -162,7 +180,8 @@ def _check_same(plan: Plan, reference: Trace) -> None:
             f"the reference's trace is of another checkpoint: expected sha256 "
             f"{plan.checkpoint.sha256[:16]}..., got {theirs[:16]}..."
         )
-    for name in ("dtype", "reference_dtype", "contract", "modules"):
+    asked = ("task",) if mine.task else ()
+    for name in ("dtype", "reference_dtype", "contract", "modules", *asked):
         if getattr(record, name) != getattr(mine, name):
             raise TraceError(
                 f"the reference was captured for another {name}: expected "
@@ -228,8 +247,13 @@ def _replay_ops(
     order: Iterable[str],
     isolated: Pass,
     fed: Pass,
+    *,
+    owned: bool,
 ) -> None:
-    """Every op alone on the reference's rounded input, whole and on its middle row."""
+    """Every op alone on the reference's rounded input, whole and on its middle row.
+
+    ``owned``: whether the whole output is also held to be the caller's own.
+    """
     tensors: dict[str, Tensor] = dict(fed.tensors)
     events: dict[str, dict[str, Any]] = {}
 
@@ -246,13 +270,17 @@ def _replay_ops(
         row = take_rows(x, groups, m // 2, 1)
         whole = repeated(prepared, x, REPEATS, deterministic(m))
         alone = repeated(prepared, row, 2, deterministic(1))
-        if isinstance(prepared, Prepared) and alone.output is not None and not alone.reason:
-            alone = prepared.owning(alone, row)
+        if isinstance(prepared, Prepared) and _is_right(alone):
+            alone = prepared.owning(alone, row, deterministic(1))
+        if owned and m > 1 and isinstance(prepared, Prepared) and _is_right(whole):
+            whole = prepared.owning(whole, x, deterministic(m))
         shapes = (given.shape[:-2], (1,))
         for suffix, call, lead in zip(("out", "out.row"), (whole, alone), shapes, strict=True):
             tap = str(Tap(name, suffix))
             if call.output is not None:
                 tensors[tap] = to_module(call.output, lead, groups).cpu()
+            for number, other in enumerate(call.others, 1):
+                tensors[str(Tap(name, suffix, number))] = to_module(other, lead, groups).cpu()
             events[tap] = {"reason": call.reason, "text": call.text}
         if whole.output is not None and alone.output is not None:
             inside = take_rows(whole.output, groups, m // 2, 1)
@@ -260,6 +288,11 @@ def _replay_ops(
             events[str(Tap(name, "out.row"))]["batch_invariant"] = same
     fed.tensors = tensors
     fed.meta["events"] = events
+
+
+def _is_right(call: Call) -> bool:
+    """Whether there is an output and nothing against it so far."""
+    return call.output is not None and call.reason is None
 
 
 def force_parts(
@@ -289,7 +322,7 @@ def chain(
     step: Step,
 ) -> Pass:
     """The candidate's free run, and for each of ``ops`` it and a replay on its own input."""
-    before = {name: module.calls for name, module in _kernels(model).items()}
+    before = _calls(model)
     try:
         chained = stream.record(step, tapped_modules(plan, model))
     except KernelFailureError as failure:

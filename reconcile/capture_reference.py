@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from reconcile import registry
 from reconcile.contract import UNIT_ROUNDOFF
+from reconcile.exits import exits_refused
 from reconcile.grouped import Reference, StoredWeight, baseline_linear, reference_linear
 from reconcile.limits import gamma
 from reconcile.metrics import nmse
@@ -33,6 +34,7 @@ from reconcile.plan_record import record_to_facts
 from reconcile.ports import logits_tap, output_tap, ports
 from reconcile.provenance import provenance
 from reconcile.rounding import round_to
+from reconcile.settings import own_arithmetic
 from reconcile.steps import Step
 from reconcile.suspect import weight_facts
 from reconcile.taps import forced_inputs
@@ -46,6 +48,8 @@ DRAWS = 4
 """Runs of the baseline per prompt from which the limits are taken."""
 
 
+@exits_refused()
+@own_arithmetic()
 def capture_reference(plan: Plan, command: str, progress: Progress) -> Trace:
     """Everything the comparison needs from the trusted side."""
     ops: dict[str, Reference] = {}
@@ -126,12 +130,12 @@ def _both_kinds(
 
 def _task(plan: Plan, model: nn.Module) -> dict[str, Any]:
     """What the reference answers to the case's task, and what is right; empty without a task."""
-    if plan.task is None or "model" not in plan.case.levels.run:
+    if plan.asked is None:
         return {}
     with plan.checkpoint.precise(plan.reference_dtype):
-        given = answers(model, plan.task)
-    right = [list(item.answer) for item in plan.task.items]
-    return {"task": {"name": plan.task.name, "right": right, "given": given}}
+        given = answers(model, plan.asked)
+    right = [list(item.answer) for item in plan.asked.items]
+    return {"task": {"name": plan.asked.name, "right": right, "given": given}}
 
 
 def _weight_facts(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.INTERNAL
-    except Exception as error:  # noqa: BLE001 - the last line of defence: exit code 4, not 1
+    except BaseException as error:  # noqa: BLE001 - the last line of defence: 4, not 1 or 0
         if options.debug:
             traceback.print_exc()
         _say(f"reconcile: internal error: {type(error).__name__}: {error} (--debug shows where)")

@@ -19,7 +19,14 @@ from reconcile.examine import examine_logits
 from reconcile.exceptions import TraceError
 from reconcile.grouped import flat_rows
 from reconcile.inside import blocked, judge_layer
-from reconcile.judge import Finding, judge_baseline, judge_bound, judge_fixed, judge_numbers
+from reconcile.judge import (
+    Finding,
+    judge_baseline,
+    judge_bound,
+    judge_fixed,
+    judge_numbers,
+    worst_of,
+)
 from reconcile.limits import BASELINE_FACTORS, baseline_limits
 from reconcile.metrics import error_stats
 from reconcile.model_metrics import TOP, model_stats
@@ -50,8 +57,7 @@ def funnel(sides: Sides) -> tuple[Row, ...]:
     ]
     rows += _weight_rows(sides)
     rows += _stage_rows(sides)
-    if "op" in record.levels:
-        rows += _op_rows(sides)
+    rows += _op_rows(sides) if "op" in record.levels else _side_rows(sides)
     if "module" in record.levels:
         rows += _module_rows(sides, _failed(rows))
     if "model" in record.levels:
@@ -74,7 +80,9 @@ def coverage(sides: Sides, rows: Iterable[Row]) -> Coverage:
         keys = set(chained)
         for key, (c, r) in chained.items():
             for module in sides.order:
-                if all(str(Tap(module, "out")) in side.tensors for side in (c, r)):
+                out = str(Tap(module, "out"))
+                ran = out not in c.meta.get("fell_back", {})
+                if ran and all(out in side.tensors for side in (c, r)):
                     compared[module].add(key)
     missing = tuple(module for module in sides.order if not keys or compared[module] != keys)
     expected = len(sides.order)
@@ -158,6 +166,21 @@ def _op_rows(sides: Sides) -> Iterator[Row]:
             yield chained_op(sides, module, key, c, r)
 
 
+def _side_rows(sides: Sides) -> Iterator[Row]:
+    """Of ops that are not judged themselves: what the kernel did in the model besides computing.
+
+    A module or a model that other code computed says nothing about the kernel, at any level.
+    """
+    for key, (c, _) in sides.judged(sides.chained).items():
+        for module in sides.order:
+            if (failure := _own_failure(c, module)) is not None:
+                yield sides.row(Level.OP, Tap(module, "out"), "chained", key, failure)
+        for name, reason in (("fell_back", Reason.FELL_BACK), ("mutated", Reason.INPUT_MUTATED)):
+            for tap, text in c.meta.get(name, {}).items():
+                finding = Finding({}, reason=reason, text=text)
+                yield sides.row(Level.OP, Tap.parse(tap), "chained", key, finding)
+
+
 def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pass) -> Row:
     """One op on the reference's rounded input: all of it, or its middle row (M = 1)."""
     out, name = Tap(module, "out"), str(Tap(module, port))
@@ -175,8 +198,11 @@ def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pas
     shape = _op_shape(y, r.tensors[str(Tap(module, "in0"))].shape[-1], groups)
     event = c.meta.get("events", {}).get(name, {})
     if name in c.tensors:
-        candidate = flat_rows(c.tensors[name], groups)
-        finding = _judge_op(sides, str(out), candidate, y, magnitude, shape[-1], phase_of(r))
+        findings = [
+            _judge_op(sides, str(out), output, y, magnitude, shape[-1], phase_of(r))
+            for output in _outputs(c, Tap(module, port), groups)
+        ]
+        finding = findings[worst_of(findings)]
         finding = _with_event(sides, finding, event, len(y))
     elif event.get("reason"):
         finding = Finding({}, reason=Reason(event["reason"]), text=event["text"])
@@ -184,6 +210,13 @@ def _isolated_op(sides: Sides, module: str, port: str, key: str, c: Pass, r: Pas
         finding = _not_compared("the candidate has no such output")
     finding = _by_stage(sides, module, _by_suspect(sides, module, finding))
     return sides.row(Level.OP, out, "isolated", key, finding, shape)
+
+
+def _outputs(c: Pass, tap: Tap, groups: int | None) -> Iterator[Tensor]:
+    """[M, N] of the first call, and of further ones on the same input with other bits."""
+    while str(tap) in c.tensors:
+        yield flat_rows(c.tensors[str(tap)], groups)
+        tap = replace(tap, call=tap.call + 1)
 
 
 def _with_event(sides: Sides, finding: Finding, event: Mapping[str, Any], m: int) -> Finding:
@@ -210,7 +243,8 @@ def chained_op(sides: Sides, module: str, key: str, c: Pass, r: Pass) -> Row:
     """
     tap, out = Tap(module, "out"), str(Tap(module, "out"))
     if "failure" in c.meta:
-        return sides.row(Level.OP, tap, "chained", key, _ended(c))
+        finding = _own_failure(c, module) or _ended(c)
+        return sides.row(Level.OP, tap, "chained", key, finding)
     own = str(Tap(module, "ref.out"))
     if own not in c.tensors or out not in r.tensors:
         finding = _not_compared("one side never reached it")
@@ -530,6 +564,15 @@ def _not_compared(text: str) -> Finding:
 def _ended(c: Pass) -> Finding:
     """The candidate's pass did not get this far."""
     return _ended_at(c.meta["failure"])
+
+
+def _own_failure(c: Pass, module: str) -> Finding | None:
+    """How the kernel itself failed at ``module``, where that ended the pass."""
+    failure = c.meta.get("failure")
+    if failure is None or failure["module"] != module:
+        return None
+    reason = Reason(failure["reason"])
+    return Finding({}, reason=reason, text=f"{failure['text']}, in the model run")
 
 
 def _ended_at(failure: Mapping[str, str]) -> Finding:

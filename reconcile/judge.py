@@ -5,7 +5,8 @@ Non-finite values are judged first, then the limit, then whether the limit says 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,7 @@ from reconcile.limits import (
     utilisation,
 )
 from reconcile.metrics import ErrorStats, error_stats, worst_elements
-from reconcile.report import Limits, Reason
+from reconcile.report import Limits, Reason, Verdict
 
 TENSOR_STATS = ("max_abs", "nmse", "worst_row_nmse")
 """Statistics that a baseline limit gates."""
@@ -47,6 +48,18 @@ class Finding:
     """The judged tensors, for a close look at the rows that matter."""
     evidence: Evidence | None = None
     """A look that was already taken."""
+
+
+def worst_of(findings: Sequence[Finding]) -> int:
+    """Of judgements of several outputs for one input, the place of the one that is worst."""
+
+    def weight(place: int) -> tuple[bool, bool, float]:
+        found = findings[place]
+        used = 0.0 if found.utilisation is None else found.utilisation
+        failed = found.reason is not None and found.reason.verdict is Verdict.FAIL
+        return failed, found.reason is not None, math.inf if math.isnan(used) else used
+
+    return max(range(len(findings)), key=weight)
 
 
 def judge_bound(

@@ -53,6 +53,11 @@ class Plan:
     task: Task | None = None
 
     @property
+    def asked(self) -> Task | None:
+        """The task, where the levels that are run put it to both sides."""
+        return self.task if "model" in self.case.levels.run else None
+
+    @property
     def arithmetic(self) -> Contract:
         """The declared contract, or one that declares no rounding of the weight."""
         return self.contract or Contract(output=_name(self.dtype))
@@ -127,6 +132,7 @@ class Plan:
             layers=self.checkpoint.structure.layers,
             parts=self.parts,
             levels=self.case.levels.run,
+            task="" if self.asked is None else self.asked.identity,
             limits=self.case.limits,
             gate=self.case.gate,
             model_modules=len(self.checkpoint.weights),

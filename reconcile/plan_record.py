@@ -43,6 +43,8 @@ class PlanRecord:
     parts: tuple[str, ...]
     """Modules that are compared isolated: decoder layers, final norm, head."""
     levels: tuple[str, ...]
+    task: str = ""
+    """Identity of the task that was put to this side; empty: none was."""
     limits: dict[str, Tolerance]
     gate: GateConfig
     model_modules: int = 0

@@ -24,6 +24,7 @@ from reconcile.kernel import Engine, Kernel
 from reconcile.linears import DenseWeight, reference_withheld
 from reconcile.report import Reason
 from reconcile.rounding import bit_view, bitwise_equal
+from reconcile.settings import settings_kept
 from reconcile.trace import visit_tensors
 
 
@@ -46,6 +47,9 @@ class Call:
     output: Tensor | None
     reason: Reason | None = None
     text: str = ""
+    others: tuple[Tensor, ...] = ()
+    """Outputs of further calls on the same input that have other bits, where that is allowed;
+    they are judged as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +81,13 @@ class Prepared:
 
         Raises:
             WeightChangedError: ``prepare`` wrote into the weight that it was given.
+            SettingsChangedError: ``prepare`` changed a setting of the process.
         """
         own, given = _own_copy(weight)
-        prepared = kernel.prepare(given, engine)
+        with settings_kept() as changed:
+            prepared = kernel.prepare(given, engine)
+        if changed:
+            raise SettingsChangedError(changed[0])
         if not all(map(bitwise_equal, tensors_of(own), tensors_of(weight))):
             raise WeightChangedError
         return cls(
@@ -104,6 +112,8 @@ class Prepared:
         except WeightChangedError:
             text = "prepare changed the weight that it was given"
             return Call(output=None, reason=Reason.INPUT_MUTATED, text=text)
+        except SettingsChangedError as error:
+            return Call(output=None, reason=Reason.INPUT_MUTATED, text=f"prepare {error}")
         except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
             return failed_call(error, "in prepare")
 
@@ -117,9 +127,9 @@ class Prepared:
         given = _copy(x)
         before = tensors_of(self.prepared, self.bias)
         kept = [tensor.clone() for tensor in before]
-        default = torch.get_default_dtype()
         try:
             with (
+                settings_kept() as changed,
                 watching(self.kernel) as watch,
                 reference_withheld(),
                 poisoned_memory() if poison else _plain_memory(x, self.n),
@@ -127,18 +137,14 @@ class Prepared:
                 y = self.kernel.apply(given, self.prepared, self.bias)
         except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
             return failed_call(error, f"on x {list(x.shape)}")
-        finally:
-            left = torch.get_default_dtype()
-            torch.set_default_dtype(default)
-        if left is not default:
-            text = f"changed torch's default dtype from {default} to {left} for everybody"
-            return Call(output=None, reason=Reason.INPUT_MUTATED, text=text)
+        if changed:
+            return Call(output=None, reason=Reason.INPUT_MUTATED, text=changed[0])
         call = self.check_output(x, y)
         if call.output is None:
             return call
         if not bitwise_equal(given, x):
-            changed = int((bit_view(given) != bit_view(x)).sum())
-            text = f"changed {changed} of {x.numel()} elements of its input"
+            places = int((bit_view(given) != bit_view(x)).sum())
+            text = f"changed {places} of {x.numel()} elements of its input"
             return Call(output=call.output, reason=Reason.INPUT_MUTATED, text=text)
         if not all(map(bitwise_equal, before, kept)):
             text = "changed its prepared weight or its bias"
@@ -147,18 +153,19 @@ class Prepared:
             return Call(output=call.output, reason=Reason.FELL_BACK, text=fallback)
         return call
 
-    def owning(self, call: Call, x: Tensor) -> Call:
+    def owning(self, call: Call, x: Tensor, deterministic: bool = True) -> Call:
         """The call for x, or the reason if a later call changes what it had returned."""
+        assert call.output is not None
         try:
             first = self.kernel.apply(_copy(x), self.prepared, self.bias)
             kept = first.detach().clone()
             self.kernel.apply(-x, self.prepared, self.bias)
         except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
             return failed_call(error, f"on x {list(x.shape)}, called again")
-        if bitwise_equal(first.detach(), kept):
-            return call
-        text = "a later call changed an output that had been returned: a workspace is shared"
-        return Call(output=call.output, reason=Reason.UNSTABLE, text=text)
+        if not bitwise_equal(first.detach(), kept):
+            text = "a later call changed an output that had been returned: a workspace is shared"
+            return Call(output=call.output, reason=Reason.UNSTABLE, text=text)
+        return _compared(call, kept) if deterministic else call
 
     def check_output(self, x: Tensor, y: object) -> Call:
         """A copy of y where it is a tensor of the promised shape and dtype, else the reason."""
@@ -208,16 +215,27 @@ def repeated(
         again = prepared.call(x, poison=False)
         if again.output is None:
             return again
+        if again.reason is not None:
+            return again
         if bitwise_equal(first.output, again.output):
             continue
         unwritten = first.output.isnan() & ~again.output.isnan()
         if bool(unwritten.any()):
             return Call(output=first.output, reason=Reason.UNWRITTEN, text=_places(unwritten))
         if deterministic:
-            differing = bit_view(first.output) != bit_view(again.output)
-            text = f"two calls on the same input differ: {_places(differing)}"
-            return Call(output=first.output, reason=Reason.UNSTABLE, text=text)
+            return _compared(first, again.output)
+        first = replace(first, others=(*first.others, again.output))
     return first
+
+
+def _compared(first: Call, again: Tensor) -> Call:
+    """The first call, or the reason if a second one on the same input has other bits."""
+    assert first.output is not None
+    if bitwise_equal(first.output, again):
+        return first
+    differing = bit_view(first.output) != bit_view(again)
+    text = f"two calls on the same input differ: {_places(differing)}"
+    return Call(output=first.output, reason=Reason.UNSTABLE, text=text)
 
 
 def _places(mask: Tensor) -> str:
@@ -246,9 +264,13 @@ class KernelLinear(nn.Module):
         self.calls = 0
         """Calls in which the kernel itself computed the result."""
         self.mutation = ""
-        """What the latest call changed that was not its own; empty: nothing."""
+        """What a call changed that was not its own; empty: nothing since `forget`."""
         self.fallback = ""
-        """Why the latest call's result is not the kernel's; empty: it is."""
+        """Why the result of a call is not the kernel's; empty: each was, since `forget`."""
+
+    def forget(self) -> None:
+        """Begin to note anew what calls do besides computing."""
+        self.mutation = self.fallback = ""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] to [..., N], of a batched linear [..., G, K] to [..., G, N].
@@ -256,14 +278,13 @@ class KernelLinear(nn.Module):
         x is passed as it is, not as a copy: what the kernel does to it happens to the model. A
         kernel that gives no usable output raises KernelFailureError.
         """
-        self.mutation = self.fallback = ""
         if not self.used and self._elsewhere is not None:
             y: Tensor = self._elsewhere(x)
             return y
         prepared = self._prepared
         given = to_kernel(x, prepared.groups)
         kept = given.clone()
-        with watching(prepared.kernel) as watch, poisoned_memory():
+        with settings_kept() as left, watching(prepared.kernel) as watch, poisoned_memory():
             try:
                 y = prepared.kernel.apply(given, prepared.prepared, prepared.bias)
             except BaseException as error:
@@ -272,16 +293,21 @@ class KernelLinear(nn.Module):
         call = prepared.check_output(kept, y)
         if call.output is None or not isinstance(y, Tensor):
             raise KernelFailureError(prepared.name, call)
-        changed = not bitwise_equal(given, kept)
-        self.mutation = "changed its input in the model run" if changed else ""
-        self.fallback = watch.fallback
-        self.calls += not self.fallback
+        if not bitwise_equal(given, kept):
+            left.append("changed its input")
+        self.mutation = self.mutation or "".join(f"{text} in the model run" for text in left[:1])
+        self.fallback = self.fallback or watch.fallback
+        self.calls += not watch.fallback
         # not the copy: a workspace that the next call overwrites must show
         return to_module(y, x.shape[:-2], prepared.groups)
 
 
 class WeightChangedError(Exception):
     """A kernel's ``prepare`` wrote into the weight that it was given."""
+
+
+class SettingsChangedError(Exception):
+    """A kernel's ``prepare`` changed a setting of the process, e.g. torch's default dtype."""
 
 
 def failed_call(error: BaseException, where: str) -> Call:

@@ -15,6 +15,7 @@ from reconcile.capture_reference import capture_reference
 from reconcile.case import Case, GateConfig, load_case
 from reconcile.diagnosis.run import attached, diagnosed, keep
 from reconcile.exceptions import ConfigError, TraceError, nearest
+from reconcile.exits import exits_refused
 from reconcile.funnel import coverage, funnel
 from reconcile.gate import allowance, required_not_run
 from reconcile.layout import LayoutConfig
@@ -53,6 +54,7 @@ class Session:
         self.album = Album()
         """Failing calls of the last run; the command line writes them beside the report."""
 
+    @exits_refused()
     def run(
         self,
         *,
@@ -100,6 +102,7 @@ class Session:
         report = assemble(case.case.name, findings, case.gate, command, started, tuple(notices))
         return replace(report, scope=scope([plan.record() for plan in plans]))
 
+    @exits_refused()
     def plans(self, case: Case, only: str = "*", candidate: str | None = None) -> list[Plan]:
         """The candidates of ``case``, resolved; ConfigError for an unknown ``candidate``."""
         chosen = [item for item in case.candidate if candidate in (None, item.name)]
@@ -120,7 +123,8 @@ class Session:
         return self._checkpoint
 
     def _reference(self, plan: Plan, command: str, progress: Progress) -> Trace:
-        key = (plan.dtype, plan.reference_dtype, plan.contract, plan.modules, plan.prompts)
+        asked = (plan.prompts, plan.asked)
+        key = (plan.dtype, plan.reference_dtype, plan.contract, plan.modules, asked)
         if key not in self._references:
             self._references[key] = self._kept_reference(plan, command, progress)
         return self._references[key]

@@ -166,7 +166,8 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
             f"the first trace is of {reference.provenance.side!r}, not of the reference: "
             "compare REF CAND"
         )
-    for name in ("dtype", "reference_dtype", "contract", "modules", "groups", "parts", "layers"):
+    alike = ("dtype", "reference_dtype", "contract", "modules", "groups", "parts", "layers")
+    for name in (*alike, *(("task",) if ours.task else ())):
         if getattr(ours, name) != getattr(theirs, name):
             raise TraceError(
                 f"the two traces differ in {name}: candidate {getattr(ours, name)}, reference "
@@ -192,6 +193,8 @@ def pair(reference: Trace, candidate: Trace) -> Sides:
     weights = reference.facts.get("weights", {})
     stages = candidate.facts.get("stages", {})
     theirs_task = reference.facts.get("task")
+    if ours.task and theirs_task is None:
+        raise TraceError("the reference's trace lacks its answers to the task: capture it again")
     task = None if theirs_task is None else (candidate.facts.get("task", {}), theirs_task)
     names = tuple(order or ())
     norms, _ = _paired(reference, candidate, NORMS)

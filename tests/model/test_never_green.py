@@ -14,6 +14,7 @@ import torch
 import reconcile
 from reconcile.cli import main
 from reconcile.linears import ReferenceLinear
+from reconcile.session import Session
 
 CASE = """
 [case]
@@ -33,6 +34,7 @@ require = {require}
 {gate}
 """
 KERNELS = """
+import sys
 import torch
 import reconcile
 from reconcile.kernel import Engine, Support
@@ -58,6 +60,80 @@ def declines(x, weight, bias=None):
 def calls_the_reference(x, weight, bias=None):
     judge = ReferenceLinear(weight, reconcile.Contract(), torch.float64)
     return judge(x).to(x.dtype)
+
+CONTRACT = reconcile.Contract(scale_applied="after_sum")
+
+def right(x, weight, bias=None):
+    codes = torch.stack([(weight.codes >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)
+    values = torch.tensor([0.0, 1.0, -1.0, 0.0])[codes.long()]
+    return (x.float() @ values.T * weight.scales.float()).to(x.dtype)
+
+class Ends:
+    # right, but asked once too often it ends the program as if all were well
+    def __init__(self, when):
+        self.when, self.asked = when, 0
+
+    def __getattribute__(self, name):
+        if name == object.__getattribute__(self, "when"):
+            self.asked += 1
+            if self.asked > 2 or name in ("is_supported", "can_implement", "launches", "route"):
+                raise SystemExit(0)
+        return object.__getattribute__(self, name)
+
+    name, formats, contract, launches = "ends", None, CONTRACT, None
+    engines = (Engine("python"),)
+    def is_supported(self, engine):
+        return Support(True, "yes")
+    def can_implement(self, spec):
+        return Support(True, "any")
+    def route(self, spec, engine):
+        return "here"
+    def prepare(self, weight, engine):
+        return weight
+    def apply(self, x, prepared, bias=None):
+        return right(x, prepared, bias)
+
+NEVER, SUPPORTED, IMPLEMENTED, ROUTED, ENGINES, STATED = map(
+    Ends, ("", "is_supported", "can_implement", "route", "engines", "contract")
+)
+
+def falls_back(x, weight, bias=None):
+    reconcile.fell_back("no luck")
+    return right(x, weight)
+
+def falls_back_once(x, weight, bias=None):
+    if weight.name.endswith("q_proj") and weight.name not in SEEN:
+        SEEN.append(weight.name)
+        reconcile.fell_back("no luck")
+    return right(x, weight)
+
+SEEN = []
+
+def wrong_unless_poisoned(x, weight, bias=None):
+    return right(x, weight) * (1 if torch.are_deterministic_algorithms_enabled() else 3)
+
+wrong_unless_poisoned.contract = reconcile.Contract(scale_applied="after_sum", deterministic=False)
+WORKSPACE = {}
+
+def shares_a_workspace(x, weight, bias=None):
+    y = right(x, weight)
+    if x.numel() == x.shape[-1]:
+        return y
+    return WORKSPACE.setdefault((weight.name, y.shape), torch.empty_like(y)).copy_(y)
+
+def flushes(x, weight, bias=None):
+    torch.set_flush_denormal(True)
+    return right(x, weight)
+
+def widens_in_the_model(x, weight, bias=None):
+    y = right(x, weight)
+    if sys._getframe(2).f_code.co_name == "forward":
+        torch.set_default_dtype(torch.float64)
+    return y
+
+def raises_in_the_model(x, weight, bias=None):
+    assert sys._getframe(2).f_code.co_name != "forward", "only here"
+    return right(x, weight)
 
 def zeros(x, weight, bias=None):
     return x.new_zeros(*x.shape[:-1], weight.shape[0])
@@ -129,6 +205,74 @@ def test_the_case_is_green_for_the_right_reason(case, capsys):
 def test_a_run_that_is_not_green(case, capsys, changes, code, said):
     found, text = outcome(capsys, "run", case(**changes))
     assert (found, said in text) == (code, True), text
+
+
+@pytest.mark.parametrize(
+    "kernel", ["NEVER", "SUPPORTED", "IMPLEMENTED", "ROUTED", "ENGINES", "STATED"]
+)
+def test_a_kernel_that_ends_the_program(case, capsys, kernel):
+    """With code 0, in any of its attributes: that is no PASS, and not silent."""
+    code, text = outcome(capsys, "run", case(kernel=f"k.py:{kernel}"))
+    if kernel == "NEVER":
+        assert code == 0, text
+    else:
+        assert (code, "called sys.exit(0)" in text) == (3, True), text
+
+
+@pytest.mark.parametrize("level", ["op", "module", "model"])
+@pytest.mark.parametrize("kernel", ["falls_back", "falls_back_once"])
+def test_what_other_code_computed_is_no_pass_at_any_level(case, capsys, kernel, level):
+    code, text = outcome(capsys, "run", case(kernel=f"k.py:{kernel}"), "--level", level)
+    assert (code, "no luck" in text) == (2, True), text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("wrong_unless_poisoned", "outside the bound"),
+        ("shares_a_workspace", "a workspace is shared"),
+        ("flushes", "what the processor does with subnormals from kept to flushed"),
+        ("widens_in_the_model", "default dtype from torch.float32 to torch.float64"),
+    ],
+)
+def test_what_a_kernel_does_besides(case, capsys, kernel, said):
+    code, text = outcome(capsys, "run", case(kernel=f"k.py:{kernel}"))
+    assert (code, said in " ".join(text.split())) == (1, True), text
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.tensor(2.0**-126) * 0.5 > 0
+
+
+@pytest.mark.parametrize("level", ["op", "module", "model"])
+def test_a_kernel_that_raises_in_the_model_only(case, capsys, level):
+    code, text = outcome(capsys, "run", case(kernel="k.py:raises_in_the_model"), "--level", level)
+    assert (code, "only here" in " ".join(text.split())) == (1, True), text
+
+
+def test_a_task_is_not_lost_with_a_reference_that_was_kept(case, tmp_path):
+    """Kept while only level op was run, by a session or in a folder: it answered no task."""
+    items = '[{"prompt": [3, 4], "answer": [5]}]'
+    (tmp_path / "task.json").write_text(f'{{"source": "here", "items": {items}}}')
+    name = case(gate='[task]\nfile = "task.json"')
+    for _ in range(2):
+        session = Session(name, reference_folder=tmp_path / "kept")
+        session.run(levels=["op"])
+        rows = session.run(levels=["op", "model"]).rows
+        assert [row.check for row in rows].count("task") == 1
+
+
+def test_answers_to_another_task_are_not_compared(case, capsys, tmp_path):
+    def task(answer):
+        items = f'[{{"prompt": [3, 4], "answer": [{answer}]}}]'
+        (tmp_path / "task.json").write_text(f'{{"source": "here", "items": {items}}}')
+
+    task(5)
+    name = case(gate='[task]\nfile = "task.json"')
+    Path(name).write_text(Path(name).read_text().replace('run = ["op"]', 'run = ["op", "model"]'))
+    assert outcome(capsys, "capture", name, "--side", "reference", "-o", "ref")[0] == 0
+    task(6)
+    arguments = ("capture", name, "--side", "candidate", "--inputs", "ref", "-o", "cand")
+    code, text = outcome(capsys, *arguments)
+    assert (code, "another task" in text) == (3, True), text
 
 
 @pytest.mark.parametrize("prompts", ["[]", "[[]]", '[""]', "{}"])

@@ -1,6 +1,7 @@
 """A guarded kernel call: every way in which a kernel can misbehave, and what is said of it."""
 
 import ctypes
+import platform
 import warnings
 from dataclasses import dataclass
 
@@ -489,3 +490,77 @@ def test_a_changed_default_dtype_is_a_failure_and_is_undone():
     assert torch.get_default_dtype() is torch.float32
     assert report.exit_code == 1
     assert "default dtype from torch.float32 to torch.float64" in report.explain()
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("apply", "changed what the processor does with subnormals"), ("prepare", "prepare changed")],
+)
+def test_a_kernel_that_has_subnormals_flushed_cannot_hide_in_the_reference(where, said):
+    """The reference would flush them too, and agree."""
+
+    def kernel(x, weight, bias=None):
+        if where == "apply":
+            torch.set_flush_denormal(True)
+        tiny = torch.finfo(torch.bfloat16).tiny
+        y = torch.where(x.abs() < tiny, 0, x).float() @ weight.float().T
+        return torch.where(y.abs() < tiny, 0, y).to(x.dtype)
+
+    def prepare(weight):
+        torch.set_flush_denormal(where == "prepare")
+        return weight
+
+    kernel.prepare = prepare
+    report = reconcile.check_linear(kernel, torch.randn(32, 64).bfloat16(), probes=["special"])
+    assert report.exit_code == 1
+    assert said in report.explain()
+    assert torch.tensor(2.0**-126) * 0.5 > 0
+
+
+def test_what_was_flushed_before_does_not_reach_the_reference():
+    """As a library that was compiled for speed leaves it."""
+
+    def kernel(x, weight, bias=None):
+        tiny = torch.finfo(torch.bfloat16).tiny
+        y = torch.where(x.abs() < tiny, 0, x).float() @ weight.float().T
+        return torch.where(y.abs() < tiny, 0, y).to(x.dtype)
+
+    weight = torch.randn(32, 64).bfloat16()
+    torch.set_flush_denormal(True)
+    try:
+        report = reconcile.check_linear(kernel, weight, probes=["special"])
+        assert torch.tensor(2.0**-126) * 0.5 == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert report.exit_code == 1
+
+
+def test_every_output_of_a_kernel_that_may_differ_is_judged():
+    calls = []
+
+    def kernel(x, weight, bias=None):
+        calls.append(0)
+        return (x.float() @ weight.float().T * (2 if len(calls) % 3 == 0 else 1)).to(x.dtype)
+
+    contract = reconcile.Contract(deterministic=False)
+    weight = torch.randn(32, 64).bfloat16()
+    report = reconcile.check_linear(kernel, weight, contract=contract, probes=["bound"])
+    assert report.exit_code == 1
+    assert {row.reason for row in report.failures()} == {Reason.OVER_LIMIT}
+
+
+@pytest.mark.parametrize("mode", [0xC00, 0x400, 0x800])
+def test_a_kernel_that_leaves_another_rounding_is_found(mode):
+    """Toward zero, down and up, as fesetround of x86 has them."""
+    if platform.machine() != "x86_64":
+        mode = {0xC00: 0xC00000, 0x400: 0x800000, 0x800: 0x400000}[mode]
+
+    def kernel(x, weight, bias=None):
+        y = (x.float() @ weight.float().T).to(x.dtype)
+        ctypes.CDLL(None).fesetround(mode)
+        return y
+
+    report = reconcile.check_linear(kernel, torch.randn(32, 64).bfloat16(), probes=["bound"])
+    assert report.exit_code == 1
+    assert "changed how the processor rounds from to nearest" in report.explain()
+    assert ctypes.CDLL(None).fegetround() == 0
