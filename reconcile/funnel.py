@@ -133,7 +133,8 @@ def _stage_rows(sides: Sides) -> Iterator[Row]:
 
 def _by_stage(sides: Sides, module: str, finding: Finding) -> Finding:
     """A failure of an op whose weight was loaded wrong is that of its loading."""
-    wrong = [stage["name"] for stage in sides.stages.get(module, ()) if stage["reason"]]
+    stages = sides.stages.get(module, ())
+    wrong = [s["name"] for s in stages if s["reason"] not in (None, Reason.FELL_BACK)]
     if not wrong or finding.reason is None or finding.reason.verdict is not Verdict.FAIL:
         return finding
     text = f"its weight is wrong from the stage {wrong[0]} on; {finding.text}"
@@ -582,11 +583,14 @@ def _ended_at(failure: Mapping[str, str]) -> Finding:
 
 
 def _failed(rows: Iterable[Row]) -> frozenset[str]:
-    """Modules with a FAIL, or whose reference is suspect: what they explain is blocked."""
+    """Modules with a FAIL, whose reference is suspect, or that other code computed.
+
+    What they explain is blocked.
+    """
     return frozenset(
         Tap.parse(row.tap).module
         for row in rows
-        if row.verdict is Verdict.FAIL or row.reason is Reason.REFERENCE_SUSPECT
+        if row.verdict is Verdict.FAIL or row.reason in (Reason.REFERENCE_SUSPECT, Reason.FELL_BACK)
     )
 
 

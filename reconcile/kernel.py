@@ -61,6 +61,11 @@ class LinearSpec:
     """Dtype of x and y."""
     groups: int | None = None
     """G of a batched linear: x [G, M, K], weight [G, N, K], y [G, M, N]; None: a plain one."""
+    module: str = ""
+    """Path of the layer in its model; empty where it is in none."""
+    activation_scheme: str = ""
+    """What the checkpoint asks of activations, ``none``, ``dynamic`` or ``static``; empty where
+    there is no checkpoint."""
 
 
 @runtime_checkable
@@ -117,7 +122,7 @@ class Stage:
     A kernel with a method ``stages(weight, engine)`` that yields these, in order, has every step
     compared with the reference's and shown as a row of level ``stage``. ``resolve`` and
     ``requantise`` are the steps that a contract declares; a step of another name must not change
-    a value.
+    a value. Of a batched linear each group is asked for by itself, under the name ``MODULE.g``.
     """
 
     name: str
@@ -128,6 +133,9 @@ class Stage:
     """What the report says besides, e.g. dtype and layout."""
     fault: str = ""
     """What the step broke besides values, e.g. a buffer that moved; empty: nothing."""
+    fell_back: str = ""
+    """Why the declared steps that are left do not follow: other code runs on the weight as it is
+    now. Empty: they do."""
 
 
 PYTHON = Engine("python")

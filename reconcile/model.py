@@ -57,6 +57,10 @@ class Checkpoint(Protocol):
         """Every linear that a kernel may compute, by module path, in the model's order."""
 
     @property
+    def activation(self) -> str:
+        """What the checkpoint asks of activations: ``none``, ``dynamic`` or ``static``."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the reader of a report must know of it, e.g. which load rule was applied."""
 

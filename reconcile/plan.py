@@ -102,17 +102,23 @@ class Plan:
             bias=weight.bias is not None,
             activation_dtype=self.dtype,
             groups=group_count(weight),
+            module=module,
+            activation_scheme=self.checkpoint.activation,
         )
 
     def can_implement(self, module: str) -> Support:
-        """Whether the kernel accepts the layer, by its format and by its own word."""
-        formats = self.kernel.formats
-        if formats is not None and self.spec(module).format not in formats:
-            return Support(False, f"reads {', '.join(formats)}, not {self.spec(module).format}")
+        """Whether the kernel accepts the layer, by its own word and by its format.
+
+        Its own word comes first: it may know why a format is not read.
+        """
+        formats, spec = self.kernel.formats, self.spec(module)
         try:
-            return self.kernel.can_implement(self.spec(module))
+            own = self.kernel.can_implement(spec)
         except Exception as error:  # noqa: BLE001 - a user's kernel may raise anything
-            return Support(False, f"can_implement raised {type(error).__name__}: {error}")
+            own = Support(False, f"can_implement raised {type(error).__name__}: {error}")
+        if own and formats is not None and spec.format not in formats:
+            return Support(False, f"reads {', '.join(formats)}, not {spec.format}")
+        return own
 
     def record(self) -> PlanRecord:
         """The part that traces keep."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ def all_stage_facts(
         return [
             entry | {"name": f"{entry['name']}.{g}"}
             for g, group in enumerate(weight.groups)
-            for entry in all_stage_facts(group, contract, engine, inspect)
+            for entry in all_stage_facts(
+                replace(group, name=f"{weight.name}.{g}"), contract, engine, inspect
+            )
         ]
     if not isinstance(weight, QuantizedWeight):
         return []
@@ -47,11 +50,12 @@ def stage_facts(
     ``differing``: values that are not the reference's after the same step. ``changed_share``,
     ``sqnr_db`` and ``max_rel`` are the step's own loss against the step before it, by the
     reference; for a quantising step also the share of groups that saturate. A declared step that
-    the kernel does not show is an entry of its own.
+    the kernel does not show is an entry of its own; so is one in whose place the kernel fell back.
     """
     chain = weight_chain(weight, contract)
     pending = [name for name in chain if name != "decode"]
     before = expected = chain["decode"]
+    other = ""
     found: list[dict[str, Any]] = []
     try:
         for stage in inspect(weight, engine):
@@ -61,11 +65,13 @@ def stage_facts(
             else:
                 before = expected
             found.append(_entry(stage, before, expected, contract))
+            other = other or stage.fell_back
     except BaseException as error:  # noqa: BLE001 - a kernel may raise anything
         call = failed_call(error, "while its loading was inspected")
         return [*found, _fault("load", call.reason or Reason.RAISED, call.text)]
     missing = "the contract declares this step, the kernel does not show it"
-    return found + [_fault(name, Reason.NOT_COMPARED, missing) for name in pending]
+    reason, text = (Reason.FELL_BACK, other) if other else (Reason.NOT_COMPARED, missing)
+    return found + [_fault(name, reason, text) for name in pending]
 
 
 def _entry(stage: Stage, before: Tensor, expected: Tensor, contract: Contract) -> dict[str, Any]:

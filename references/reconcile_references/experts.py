@@ -9,15 +9,16 @@ is not routed to does not enter its sum.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from reconcile.exceptions import FormatError
+from reconcile.exceptions import CheckpointError, FormatError
 from reconcile.grouped import GroupedWeight
 from reconcile.weight import QuantizedWeight
+from reconcile_references.checkpoint import names
 
 CLASSES = ("Qwen3MoeExperts", "MixtralExperts", "Qwen2MoeExperts")
 """transformers' classes with ``gate_up_proj`` [E, 2 I, H], ``down_proj`` [E, H, I], ``act_fn``."""
@@ -72,11 +73,55 @@ class Experts(nn.Module):
         return total
 
 
-def split_experts(model: nn.Module) -> None:
-    """Put `Experts` in the place of every class that is known, in place."""
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ in CLASSES:
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of the known classes that hold all experts of a layer, by path."""
+    return {name: m for name, m in model.named_modules() if type(m).__name__ in CLASSES}
+
+
+def split_experts(model: nn.Module, which: Collection[str] | None = None) -> None:
+    """Put `Experts` in the place of the known classes at ``which`` paths, or of all, in place."""
+    for name, module in expert_modules(model).items():
+        if which is None or name in which:
             model.set_submodule(name, Experts(module))
+
+
+def expert_linears(name: str, module: nn.Module) -> list[str]:
+    """Paths of the linears, as checkpoints name them, that a module at path ``name`` holds."""
+    count = int(module.get_parameter("gate_up_proj").shape[0])
+    parts = [part for group in PARTS.values() for part in group]
+    return [f"{name}.{expert}.{part}" for expert in range(count) for part in parts]
+
+
+def fused(skeleton: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with those of dense experts joined to what the known classes hold.
+
+    Experts that `Experts` stands for are no more of a known class and stay as they are stored.
+
+    Raises:
+        CheckpointError: an expert's tensor is missing, or has another shape than the others.
+    """
+    found = dict(tensors)
+    for name, module in expert_modules(skeleton).items():
+        if f"{name}.gate_up_proj" in found:
+            continue
+        linears = [f"{linear}.weight" for linear in expert_linears(name, module)]
+        if missing := [linear for linear in linears if linear not in found]:
+            raise CheckpointError(names("missing tensors", missing))
+        own = {linear.removeprefix(f"{name}."): found.pop(linear) for linear in linears}
+        experts = range(len(linears) // 3)
+        try:
+            gate_up = [_rows(own, expert, PARTS["w13"]) for expert in experts]
+            found[f"{name}.gate_up_proj"] = torch.stack(gate_up)
+            down = [_rows(own, expert, PARTS["w2"]) for expert in experts]
+            found[f"{name}.down_proj"] = torch.stack(down)
+        except RuntimeError as error:
+            raise CheckpointError(f"{name}: experts do not stack: {error}") from error
+    return found
+
+
+def _rows(own: Mapping[str, Tensor], expert: int, parts: tuple[str, ...]) -> Tensor:
+    """The rows of one expert's linears, [N, K]."""
+    return torch.cat([own[f"{expert}.{part}.weight"] for part in parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +189,10 @@ def _stacked(parts: list[QuantizedWeight]) -> QuantizedWeight:
 
 def original(place: Place, tensors: Mapping[str, Tensor]) -> Tensor | None:
     """The experts' dense weights before quantisation, [E, N, K]; None where one is missing."""
-    names = [[f"{part}.weight" for part in group] for group in place.groups]
-    if any(name not in tensors for group in names for name in group):
+    parts = [[f"{part}.weight" for part in group] for group in place.groups]
+    if any(name not in tensors for group in parts for name in group):
         return None
-    return torch.stack([torch.cat([tensors[name] for name in group]) for group in names])
+    return torch.stack([torch.cat([tensors[name] for name in group]) for group in parts])
 
 
 def routers(skeleton: nn.Module) -> tuple[str, ...]:

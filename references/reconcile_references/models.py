@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,17 @@ from reconcile_references.checkpoint import (
     read_tensors,
 )
 from reconcile_references.dense import dense_linears, dense_weights
-from reconcile_references.experts import Place, joined, original, places, routers, split_experts
+from reconcile_references.experts import (
+    Place,
+    expert_linears,
+    expert_modules,
+    fused,
+    joined,
+    original,
+    places,
+    routers,
+    split_experts,
+)
 from reconcile_references.load_rules import apply_rule
 from reconcile_references.precise import preserve_float64
 from reconcile_references.scheme import Scheme, read_scheme
@@ -64,11 +74,13 @@ class TransformersCheckpoint:
     config: transformers.PreTrainedConfig
     experts: Mapping[str, Place] = field(default_factory=dict)
     """Batched linears of experts: which linears of the checkpoint they join."""
+    activation: str = "none"
+    """What the config asks of activations: ``none``, ``dynamic`` or ``static``."""
     activation_scales: Mapping[str, Tensor] = field(default_factory=dict)
     """Stored scales of static activation quantisation by module, float32 []; a kernel that does
     not quantise activations has no use for them."""
     notes: tuple[str, ...] = ()
-    """What a load rule changed, for the report."""
+    """What stays dense and what a load rule changed, for the report."""
 
     @property
     def vocab_size(self) -> int:
@@ -85,8 +97,7 @@ class TransformersCheckpoint:
         """
         with self.precise(dtype):
             model = empty_model(self.config, dtype)
-        if any(isinstance(weight, GroupedWeight) for weight in self.weights.values()):
-            split_experts(model)
+        split_experts(model, {name.rpartition(".")[0] for name in self.experts})
         for name, weight in self.weights.items():
             model.set_submodule(name, make_linear(name, weight))
         if dtype == torch.float64:
@@ -148,7 +159,7 @@ class TransformersModels:
 
         Every linear that the architecture has and the config does not exclude must be there in
         the declared format, or unquantised where none is declared; every other parameter must be
-        there dense; nothing may be left over.
+        there dense, the experts of a layer all or none of them; nothing may be left over.
 
         Args:
             path: directory of the checkpoint.
@@ -164,13 +175,14 @@ class TransformersModels:
         scheme = read_scheme(body, path) if layout is None else None
         config = model_config(folder)
         skeleton = meta_model(config, folder)
-        if scheme is not None or layout is not None:
-            split_experts(skeleton)
         structure = structure_of(skeleton)
+        if scheme is not None:
+            split_experts(skeleton, _quantized_experts(skeleton, scheme, structure.head, path))
         if layout is None:
             tensors = read_tensors(path)
         else:
             scheme, tensors = _arranged(path, layout, skeleton)
+        tensors = fused(skeleton, tensors)
         weights: Mapping[str, StoredWeight]
         parts: dict[str, Parts] = {}
         notes: tuple[str, ...] = ()
@@ -183,8 +195,10 @@ class TransformersModels:
             stored = _quantized(linears, scheme, parts, tensors, path)
             consumed = {f"{name}.weight" for name in stored}
             consumed = consumed.union(*(p.names for p in parts.values()))
+            notes = _kept_dense(skeleton, linears, structure.head) if layout is None else ()
             if rule:
-                stored, notes = apply_rule(rule, stored)
+                stored, changed = apply_rule(rule, stored)
+                notes += changed
             weights = _batched(places(skeleton), stored)
         consumed |= {f"{name}.weight" for name in weights}
         dense = {name: tensor for name, tensor in tensors.items() if name not in consumed}
@@ -197,6 +211,7 @@ class TransformersModels:
             weights=weights,
             notes=notes,
             experts={} if scheme is None else places(skeleton),
+            activation="none" if scheme is None else scheme.activation,
             activation_scales=_activation_scales(parts, tensors, path),
             dense=dense,
             structure=structure,
@@ -280,6 +295,33 @@ def _eager_experts(config: transformers.PreTrainedConfig) -> transformers.PreTra
     return own
 
 
+def _quantized_experts(
+    skeleton: nn.Module, scheme: Scheme, head: str | None, path: Path
+) -> set[str]:
+    """Modules of which every expert is stored in the format; of the others none may be."""
+    found = set()
+    for name, module in expert_modules(skeleton).items():
+        linears = expert_linears(name, module)
+        dense = [linear for linear in linears if not scheme.is_quantized(linear, head)]
+        if not dense:
+            found.add(name)
+        elif len(dense) < len(linears):
+            what = f"some experts of {name} stay dense and others not"
+            raise CheckpointError(f"{path}: {names(what, dense)}")
+    return found
+
+
+def _kept_dense(skeleton: nn.Module, linears: Collection[str], head: str | None) -> tuple[str, ...]:
+    """Which linears and experts the config leaves out, in words; the output head is not counted."""
+    kept = [
+        name
+        for name, module in skeleton.named_modules()
+        if isinstance(module, nn.Linear) and name not in linears and name != head
+    ]
+    kept += expert_modules(skeleton)
+    return (names("dense, as the checkpoint declares", kept),) if kept else ()
+
+
 def _quantized_linears(
     skeleton: transformers.PreTrainedModel, scheme: Scheme, head: str | None, path: Path
 ) -> dict[str, nn.Linear]:
@@ -291,10 +333,6 @@ def _quantized_linears(
     experts = {
         name: shape for place in places(skeleton).values() for name, shape in place.linears.items()
     }
-    if dense := [name for name in experts if not scheme.is_quantized(name, head)]:
-        raise CheckpointError(
-            f"{path}: {names('experts that stay dense are not supported', dense)}"
-        )
     linears |= {
         n: nn.Linear(k, rows, bias=False, device="meta") for n, (rows, k) in experts.items()
     }

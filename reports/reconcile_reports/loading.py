@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
-from reconcile.report import Level, Report, Row, Verdict
+from reconcile.report import Level, Reason, Report, Row, Verdict
 from reconcile_reports.wording import number, one_line, percent, plural, real
 
-HEADER = ("step", "weights", "not right", "least SNR", "changed", "largest change", "saturating")
+HEADER = (
+    "step",
+    "weights",
+    "not right",
+    "fell back",
+    "least SNR",
+    "changed",
+    "largest change",
+    "saturating",
+)
 """Columns of the table."""
 
 
@@ -20,6 +30,8 @@ class Step:
     weights: int
     wrong: int
     """Weights whose values after the step are not the reference's."""
+    fell_back: tuple[tuple[str, int], ...]
+    """Reasons for which the step does not happen, each with the number of weights."""
     sqnr_db: float | None
     """Least signal-to-noise ratio; infinite where nothing changed."""
     changed: float | None
@@ -38,6 +50,7 @@ class Step:
             self.name,
             str(self.weights),
             str(self.wrong),
+            str(sum(count for _, count in self.fell_back)),
             "-" if self.sqnr_db is None else loss,
             shares[0] or "-",
             number(self.max_rel),
@@ -60,10 +73,11 @@ def lines(report: Report) -> list[str]:
 
 
 def _line(step: Step) -> str:
-    name, _, _, loss, changed, largest, saturating = step.cells
+    name, _, _, _, loss, changed, largest, saturating = step.cells
     said = [plural(step.weights, "weight")]
     if step.wrong:
         said.append(f"{step.wrong} not right")
+    said += [f"{count} fell back ({reason})" for reason, count in step.fell_back]
     if step.sqnr_db == math.inf:
         said.append("nothing lost")
     elif step.sqnr_db is not None:
@@ -78,10 +92,12 @@ def _step(name: str, rows: list[Row]) -> Step:
         values = [value for row in rows if (value := real(row.stats.get(key))) is not None]
         return sign * max(sign * value for value in values) if values else None
 
+    fell_back = Counter(one_line(row.text) for row in rows if row.reason is Reason.FELL_BACK)
     return Step(
         name=name,
         weights=len(rows),
-        wrong=sum(row.verdict is not Verdict.PASS for row in rows),
+        wrong=sum(row.verdict is not Verdict.PASS for row in rows) - fell_back.total(),
+        fell_back=tuple(fell_back.items()),
         sqnr_db=largest("sqnr_db", -1),
         changed=largest("changed_share"),
         max_rel=largest("max_rel"),

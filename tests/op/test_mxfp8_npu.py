@@ -203,6 +203,8 @@ def operands(rule):
         "x2": layout.as_float8(weight),
         "scale": packed,
         "pertoken_scale": layout.paired(pairs),
+        "scale_dtype": torch.float8_e8m0fnu,
+        "pertoken_scale_dtype": 293,  # torch_npu's number of the same
         "group_sizes": [1, 1, 32],
         "output_dtype": torch.float32,
     }
@@ -252,6 +254,8 @@ def test_scales_whose_product_leaves_float32_still_count():
     ("changes", "error", "said"),
     [
         ({"output_dtype": None}, NotImplementedError, "int8"),
+        ({"scale_dtype": None}, NotImplementedError, "scale_dtype and pertoken_scale_dtype"),
+        ({"pertoken_scale_dtype": torch.uint8}, NotImplementedError, "float8_e8m0fnu; got"),
         ({"group_sizes": None}, NotImplementedError, "MX mode"),
         ({"group_sizes": [1, 1, 64]}, NotImplementedError, "MX mode"),
         ({"pertoken_scale": None}, NotImplementedError, "MX mode"),
@@ -340,75 +344,77 @@ def test_stored_mx_bytes_are_taken_as_they_are():
     assert [stage.name for stage in KERNEL.stages(weight, NPU_EMULATED)] == ["repack", "persist"]
 
 
-def test_a_format_without_blocks_is_refused():
-    with pytest.raises(KernelError, match="fp8_e4m3_tensor has no blocks; expected one of"):
-        KERNEL.prepare(weight_of("fp8_e4m3_tensor", (32, 64)), NPU_EMULATED)
+@pytest.mark.parametrize(
+    ("form", "error", "said"),
+    [
+        ("fp8_e4m3_tensor", NotImplementedError, "without weight_block_size"),
+        ("ternary_hf", KernelError, "ternary_hf has no blocks; expected one of"),
+    ],
+)
+def test_a_format_without_blocks_is_refused(form, error, said):
+    with pytest.raises(error, match=said):
+        KERNEL.prepare(weight_of(form, (32, 64)), NPU_EMULATED)
 
 
 # --- fallbacks -----------------------------------------------------------------------------------
 
+BLOCK = "fp8_e4m3_block"
+W13, W2 = "model.layers.0.mlp.experts.w13", "model.layers.0.mlp.experts.w2"
+PRO, OLD = "Ascend950PR_9599", "Ascend910B1"
 FALLBACKS = {
-    "mxfp8": (("a.up_proj", (64, 96), "Ascend950PR"), "mxfp8", "K = 96"),
-    "K % 32": (
-        ("a.up_proj", (64, 80), "Ascend950PR"),
-        "dense",
-        "K = 80 is no multiple of 32: dense",
+    "a plain layer": ({}, PRO, "mxfp8", "MXFP8"),
+    "stored MXFP8": ({"format": "mxfp8_e4m3"}, PRO, "mxfp8", "MXFP8"),
+    "per tensor": (
+        {"format": "fp8_e4m3_tensor"},
+        PRO,
+        "not implemented",
+        "FP8 without weight_block_size is not implemented on Ascend",
     ),
-    "not a 950": (
-        ("a.up_proj", (64, 96), "Ascend910B1"),
-        "dense",
-        "Ascend910B1 has no MX operators",
+    "per channel": ({"format": "fp8_e4m3_channel"}, PRO, "not implemented", "weight_block_size"),
+    "static": (
+        {"activation_scheme": "static"},
+        PRO,
+        "not implemented",
+        "activation_scheme 'static' is not implemented on Ascend; expected 'dynamic'",
     ),
-    "ignored": (("lm_head", (64, 96), "Ascend950PR", ["lm_head"]), "dense", "among the ignored"),
-    "ignored by its end": (
-        ("a.gate", (64, 96), "Ascend950PR", ["gate"]),
+    "dynamic": ({"activation_scheme": "dynamic"}, PRO, "mxfp8", "MXFP8"),
+    "kv_b_proj": ({"module": "a.kv_b_proj"}, PRO, "dense", "kv_b_proj is kept dense"),
+    "not a 950": ({}, OLD, "dense", "Ascend910B1 has no MX operators: dense"),
+    "K % 32": ({"k": 80}, PRO, "dense", "K = 80 is no multiple of 32: dense in the model's dtype"),
+    "experts": ({"n": 384, "k": 128, "module": W13}, PRO, "mxfp8", "MXFP8"),
+    "experts, w2 off, at w2": (
+        {"n": 128, "k": 80, "module": W2},
+        PRO,
         "dense",
-        "among the ignored",
+        "w2 has K = 80, no multiple of 32: all experts dense in the model's dtype",
     ),
-    "kv_b_proj": (("a.kv_b_proj", (64, 96), "Ascend950PR"), "dense", "kv_b_proj is kept dense"),
+    "experts, w2 off, at w13": ({"n": 160, "k": 128, "module": W13}, PRO, "dense", "w2 has K = 80"),
+    "experts, w13 off, at w2": ({"n": 80, "k": 128, "module": W2}, PRO, "dense", "w13 has K = 80"),
+    "experts, both off": (
+        {"n": 162, "k": 80, "module": W13},
+        PRO,
+        "dense",
+        "w13 has K = 80 and w2 has K = 81",
+    ),
+    "experts, one of them": ({"n": 160, "k": 128, "module": f"{W13}.3"}, PRO, "dense", "w2 has"),
+    "experts, not a 950": ({"n": 384, "k": 128, "module": W13}, OLD, "dense", "no MX operators"),
+    "experts, odd groups": (
+        {"n": 384, "k": 96, "module": W13},
+        PRO,
+        "not implemented",
+        "w13 has K = 96: experts need an even number of groups",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_how_a_layer_runs(case):
-    arguments, kind, said = FALLBACKS[case]
-    decision = fallback.decide(*arguments)
+    """In runs: tests/model/test_mx_fallbacks.py."""
+    changes, named, kind, said = FALLBACKS[case]
+    plain = {"n": 64, "k": 96, "format": BLOCK, "bias": False, "activation_dtype": torch.bfloat16}
+    decision = fallback.decide(LinearSpec(**plain | changes), named)
     assert decision.kind == kind
     assert said in decision.reason
-
-
-@pytest.mark.parametrize(
-    ("sizes", "kind", "said"),
-    [
-        ((64, 96), "mxfp8", "K = 64 and 96"),
-        ((64, 80), "dense", "w2 has K = 80, no multiple of 32: all experts dense"),
-        ((80, 96), "dense", "w13 has K = 80"),
-        ((80, 81), "dense", "w13 has K = 80 and w2 has K = 81"),
-    ],
-)
-def test_how_experts_run(sizes, kind, said):
-    decision = fallback.decide_experts(*sizes, "Ascend950PR")
-    assert (decision.kind, said in decision.reason) == (kind, True)
-    assert fallback.decide_experts(*sizes, "Ascend910B").kind == "dense"
-
-
-@pytest.mark.parametrize(
-    ("block", "activation", "said"),
-    [
-        (None, "dynamic", "without weight_block_size is not implemented"),
-        ((128, 128), "static", "activation_scheme 'static' is not implemented"),
-    ],
-)
-def test_what_is_not_implemented(block, activation, said):
-    with pytest.raises(NotImplementedError, match=said):
-        fallback.check_config(block, activation)
-    fallback.check_config((128, 128), "dynamic")
-
-
-def test_modelopt_weights_must_be_serialised():
-    fallback.check_modelopt(serialised=True)
-    with pytest.raises(ValueError, match="must be serialised"):
-        fallback.check_modelopt(serialised=False)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +433,8 @@ def test_which_scale_alg_is_taken(model, generation, algorithm):
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ({"format": "fp8_e4m3_tensor"}, "reads fp8_e4m3_block"),
+        ({"format": "ternary_hf"}, "reads fp8_e4m3_block"),
+        ({"format": "fp8_e4m3_tensor"}, "without weight_block_size is not implemented"),
         ({"activation_dtype": torch.float16}, "x must be bfloat16 or float32"),
     ],
 )

@@ -116,10 +116,17 @@ REFUSED = {
         FormatError,
         r"block \[64, 64\]",
     ),
-    "dense experts": (
+    "experts in FP8 that are declared dense": (
         lambda c: c["quantization_config"]["modules_to_not_convert"].append("model.layers.0.mlp"),
         CheckpointError,
-        "experts that stay dense are not supported",
+        r"unused tensors \(12\): model.layers.0.mlp.experts.0.down_proj.weight_scale_inv",
+    ),
+    "one dense expert": (
+        lambda c: c["quantization_config"]["modules_to_not_convert"].append(
+            "model.layers.1.mlp.experts.2"
+        ),
+        CheckpointError,
+        r"some experts of model.layers.1.mlp.experts stay dense and others not \(3\)",
     ),
 }
 

@@ -26,6 +26,7 @@ ROWS = (
     stage("requantise.1", sqnr_db=31.5, changed_share=0.8, max_rel=0.32, saturating_share=0.28),
     stage("repack", sqnr_db=math.inf, changed_share=0.0, max_rel=0.0),
     stage("repack", "b", Reason.OVER_LIMIT, sqnr_db=math.inf, changed_share=0.0, max_rel=0.0),
+    stage("repack", "c", Reason.FELL_BACK),
 )
 REPORT = Report(case="c", rows=ROWS, coverage=Coverage(expected=1, compared=1))
 
@@ -33,10 +34,11 @@ REPORT = Report(case="c", rows=ROWS, coverage=Coverage(expected=1, compared=1))
 def test_steps_keep_the_worst_of_each_number():
     cells = [step.cells for step in loading.steps(REPORT)]
     assert cells == [
-        ("resolve", "1", "0", "55.5 dB", "50 %", "0.003", "-"),
-        ("requantise", "2", "0", "30.5 dB", "90 %", "0.32", "28 %"),
-        ("repack", "2", "1", "none", "0 %", "0", "-"),
+        ("resolve", "1", "0", "0", "55.5 dB", "50 %", "0.003", "-"),
+        ("requantise", "2", "0", "0", "30.5 dB", "90 %", "0.32", "28 %"),
+        ("repack", "3", "1", "1", "none", "0 %", "0", "-"),
     ]
+    assert loading.lines(REPORT)[2].split("; ")[1:3] == ["1 not right", "1 fell back (wrong)"]
 
 
 @pytest.mark.parametrize("render", [html.render, markdown.render, terminal.render])

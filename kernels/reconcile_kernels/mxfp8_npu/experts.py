@@ -78,8 +78,10 @@ def check_groups(k: int) -> None:
         )
 
 
-def prepare_experts(weight: GroupedWeight, scale_alg: int, engine: Engine) -> PreparedExperts:
-    """Every expert of a batched weight, loaded; the source's scales are not kept.
+def prepare_experts(
+    weight: GroupedWeight, scale_alg: int, engine: Engine, place: str = "cpu"
+) -> PreparedExperts:
+    """Every expert of a batched weight, loaded to ``place``; the source's scales are not kept.
 
     Raises:
         KernelError: groups that are not quantised, or K that is no even number of groups.
@@ -96,9 +98,8 @@ def prepare_experts(weight: GroupedWeight, scale_alg: int, engine: Engine) -> Pr
         assert groups[0].format.block is not None
         scales = torch.stack([source_scales(group) for group in groups])
         bytes_ = requantise_in_place(codes, scales, groups[0].format.block, scale_alg)
-    return PreparedExperts(
-        codes=codes.transpose(1, 2), scales=paired(bytes_).transpose(1, 2), engine=engine
-    )
+    codes, pairs = codes.to(place), paired(bytes_).to(place)
+    return PreparedExperts(codes=codes.transpose(1, 2), scales=pairs.transpose(1, 2), engine=engine)
 
 
 def expert(prepared: PreparedExperts, index: int) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +12,24 @@ from torch.nn import functional
 from reconcile.contract import Contract
 from reconcile.exceptions import KernelError
 from reconcile.fallback import fell_back
-from reconcile.grouped import GroupedWeight
+from reconcile.grouped import GroupedWeight, format_name, group_count
 from reconcile.kernel import Engine, LinearSpec, Stage, Support
 from reconcile.mx import GROUP
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.mxfp8_npu import operators
+from reconcile_kernels.mxfp8_npu.device import (
+    NPU,
+    NPU_EMULATED,
+    NPU_SCHEMAS,
+    device_name,
+    operators_of,
+    place_of,
+    support_of,
+)
 from reconcile_kernels.mxfp8_npu.experts import PreparedExperts, expert, prepare_experts
-from reconcile_kernels.mxfp8_npu.fallback import ASCEND_950, decide
+from reconcile_kernels.mxfp8_npu.fallback import Decision, decide
 from reconcile_kernels.mxfp8_npu.layout import Buffers, as_float8, pack
 from reconcile_kernels.mxfp8_npu.load import BLOCK_FORMATS, MX_FORMAT, load, resolved, stages
-
-NPU = Engine("npu", implementation="vendor")
-"""torch_npu's operators on an Ascend 950."""
-NPU_EMULATED = Engine("npu-emulated", execution="emulated", fidelity="semantic")
-"""The documented arithmetic of the same operators on the CPU; the order of the sum is ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +53,25 @@ class PreparedDense:
     """A layer that runs unquantised: another arithmetic than the contract's."""
 
     weight: Tensor
-    """bfloat16 [N, K]."""
+    """bfloat16 [N, K], of experts [E, N, K]."""
     reason: str
     engine: Engine
 
     @property
     def k(self) -> int:
         """Input features."""
-        return self.weight.shape[1]
+        return self.weight.shape[-1]
 
 
 def _dense(x: Tensor, prepared: PreparedDense, bias: Tensor | None) -> Tensor:
     """The unquantised product in the dtype of x, which is said to be that."""
     fell_back(prepared.reason)
-    own = None if bias is None else bias.to(x.dtype)
-    return functional.linear(x, prepared.weight.to(x.dtype), own)
+    own = None if bias is None else bias.to(x)
+    weight = prepared.weight.to(x.dtype)
+    if weight.dim() == 2:
+        return functional.linear(x, weight, own)
+    y = x @ weight.transpose(1, 2)
+    return y if own is None else y + own[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class Mxfp8Linear:
 
     scale_alg: int = 0
     """How the shared exponent is found, for weights and activations alike."""
-    engines: tuple[Engine, ...] = (NPU, NPU_EMULATED)
+    engines: tuple[Engine, ...] = (NPU, NPU_EMULATED, NPU_SCHEMAS)
     formats: tuple[str, ...] = (*BLOCK_FORMATS, MX_FORMAT)
     contract: Contract = field(init=False)
 
@@ -99,24 +104,23 @@ class Mxfp8Linear:
         return f"mxfp8_npu.scale_alg_{self.scale_alg}" if self.scale_alg else "mxfp8_npu"
 
     def is_supported(self, engine: Engine) -> Support:
-        """The emulation runs wherever torch does; ``npu`` needs torch_npu and an Ascend 950."""
-        if engine == NPU_EMULATED:
-            return Support(True, "the documented operators on the CPU; no NPU is used")
-        return npu_device() if engine == NPU else Support(False, f"no engine {engine.name!r}")
+        """See `device`."""
+        return support_of(engine)
 
     def can_implement(self, spec: LinearSpec) -> Support:
-        """MXFP8 needs whole groups of 32 along K; what has not runs dense, and says so."""
+        """By the table of `fallback`: what runs dense is taken, and says so when it runs."""
+        found = decide(spec)
+        if found.kind == "not implemented":
+            return Support(False, f"{self.name}: {found.reason}")
         if spec.format not in self.formats:
             return Support(False, f"{self.name} reads {', '.join(self.formats)}, not {spec.format}")
         if spec.activation_dtype not in (torch.bfloat16, torch.float32):
             return Support(False, f"{self.name}: x must be bfloat16 or float32")
-        if spec.groups is not None and spec.k % (2 * GROUP):
-            text = f"experts need K in an even number of groups of 32, not K = {spec.k}"
-            return Support(False, f"{self.name}: {text}")
-        found = decide("", (spec.n, spec.k), ASCEND_950)
-        if found.kind == "dense":
-            return Support(True, f"{self.name}: {found.reason}")
-        return Support(True, f"{spec.format}, N={spec.n}, K={spec.k}, scale_alg {self.scale_alg}")
+        return Support(True, f"{found.reason}, N={spec.n}, K={spec.k}, scale_alg {self.scale_alg}")
+
+    def route(self, spec: LinearSpec, engine: Engine) -> str:
+        """How the layer runs, in words, for the report's notices."""
+        return f"{self.name}: {decide(spec, device_name(engine)).reason}"
 
     def prepare(
         self, weight: QuantizedWeight | GroupedWeight, engine: Engine
@@ -125,30 +129,47 @@ class Mxfp8Linear:
 
         Raises:
             KernelError: another format, or an engine that does not run here.
+            NotImplementedError: what `decide` refuses.
             ValueError: a scale grid that does not fit its blocks.
         """
         support = self.is_supported(engine)
         if not support:
             raise KernelError(f"{self.name}: {support.reason}")
-        if isinstance(weight, GroupedWeight):
-            return prepare_experts(weight, self.scale_alg, engine)
-        decision = decide(weight.name, weight.shape, ASCEND_950)
+        decision, place = self._decide(weight, engine), place_of(engine)
+        if decision.kind == "not implemented":
+            raise NotImplementedError(f"{self.name}: {decision.reason}")
         if decision.kind == "dense":
-            return PreparedDense(weight=resolved(weight), reason=decision.reason, engine=engine)
+            dense = resolved(weight).to(place)
+            return PreparedDense(weight=dense, reason=decision.reason, engine=engine)
+        if isinstance(weight, GroupedWeight):
+            return prepare_experts(weight, self.scale_alg, engine, place)
         buffers = Buffers()
-        buffers.load(*pack(*load(weight, self.scale_alg)))
+        buffers.load(*(tensor.to(place) for tensor in pack(*load(weight, self.scale_alg))))
         assert buffers.codes is not None
         assert buffers.scales is not None
-        device = "npu" if engine == NPU else "cpu"
-        return PreparedMx(
-            codes=buffers.codes.to(device), scales=buffers.scales.to(device), engine=engine
-        )
+        return PreparedMx(codes=buffers.codes, scales=buffers.scales, engine=engine)
 
-    def stages(self, weight: QuantizedWeight, engine: Engine) -> Iterator[Stage]:  # noqa: ARG002
+    def _decide(self, weight: QuantizedWeight | GroupedWeight, engine: Engine) -> Decision:
+        """By the weight alone: its name is the path of its module."""
+        spec = LinearSpec(
+            n=weight.shape[0],
+            k=weight.shape[1],
+            format=format_name(weight),
+            bias=weight.bias is not None,
+            activation_dtype=torch.bfloat16,
+            groups=group_count(weight),
+            module=weight.name,
+        )
+        return decide(spec, device_name(engine))
+
+    def stages(self, weight: QuantizedWeight, engine: Engine) -> Iterator[Stage]:
         """What `prepare` does to the weight, step by step."""
-        if decide(weight.name, weight.shape, ASCEND_950).kind == "dense":
-            return iter([Stage(name="resolve", values=resolved(weight), facts={"runs": "dense"})])
-        return stages(weight, self.scale_alg)
+        decision = self._decide(weight, engine)
+        if decision.kind != "dense":
+            return stages(weight, self.scale_alg)
+        facts = {"runs": f"dense: {decision.reason}"}
+        values, reason = resolved(weight), decision.reason
+        return iter([Stage(name="resolve", values=values, facts=facts, fell_back=reason)])
 
     def apply(
         self,
@@ -172,16 +193,16 @@ class Mxfp8Linear:
             raise KernelError(
                 f"{self.name}: expected x [..., {prepared.k}], got {list(given.shape)}"
             )
-        if isinstance(prepared, PreparedDense):
-            return _dense(given, prepared, bias)
         if isinstance(prepared, PreparedExperts):
             return self._experts(given, prepared, bias)
-        ops = _operators(prepared.engine)
-        leading = given.shape[:-1]
+        place = place_of(prepared.engine)
+        if isinstance(prepared, PreparedDense):
+            return _dense(given.to(place), prepared, bias).to(given.device)
+        ops = operators_of(prepared.engine)
         if isinstance(x, tuple):
-            codes, scales, dtype = *x, torch.bfloat16
+            codes, scales, dtype = x[0].to(place), x[1].to(place), torch.bfloat16
         else:
-            rows, dtype = x.reshape(-1, prepared.k), x.dtype
+            rows, dtype = x.reshape(-1, prepared.k).to(place), x.dtype
             codes, scales = ops.npu_dynamic_mx_quant(
                 rows, dst_type=torch.float8_e4m3fn, scale_alg=self.scale_alg
             )
@@ -189,14 +210,14 @@ class Mxfp8Linear:
             codes,
             as_float8(prepared.codes),
             prepared.scales,
-            scale_dtype=torch.float8_e8m0fnu,
+            scale_dtype=ops.float8_e8m0fnu,
             pertoken_scale=scales,
-            pertoken_scale_dtype=torch.float8_e8m0fnu,
-            bias=None if bias is None else bias.to(torch.float32),
+            pertoken_scale_dtype=ops.float8_e8m0fnu,
+            bias=None if bias is None else bias.to(place, torch.float32),
             output_dtype=dtype,
             group_sizes=operators.GROUP_SIZES,
         )
-        return y.reshape(*leading, y.shape[-1])
+        return y.reshape(*given.shape[:-1], y.shape[-1]).to(given.device)
 
     def _experts(self, x: Tensor, prepared: PreparedExperts, bias: Tensor | None) -> Tensor:
         """Every expert on its own rows; an expert without rows gives none."""
@@ -206,24 +227,6 @@ class Mxfp8Linear:
             one = PreparedMx(codes=codes, scales=scales, engine=prepared.engine)
             made.append(self.apply(rows, one, None if bias is None else bias[index]))
         return torch.stack(made)
-
-
-def npu_device() -> Support:
-    """Whether torch_npu is installed and sees an Ascend 950."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return Support(False, "torch_npu is not installed")
-    try:
-        torch_npu = importlib.import_module("torch_npu")
-        name = torch_npu.npu.get_device_name() if torch_npu.npu.is_available() else ""
-    except Exception as error:  # noqa: BLE001 - it raises what its libraries raise
-        return Support(False, f"torch_npu does not import: {type(error).__name__}: {error}")
-    if not name.startswith(ASCEND_950):
-        return Support(False, f"needs {ASCEND_950}, torch_npu sees {name or 'no NPU'}")
-    return Support(True, name)
-
-
-def _operators(engine: Engine) -> Any:  # noqa: ANN401 - a module, ours or torch_npu
-    return importlib.import_module("torch_npu") if engine == NPU else operators
 
 
 MXFP8 = Mxfp8Linear()

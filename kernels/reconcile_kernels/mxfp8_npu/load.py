@@ -12,6 +12,7 @@ from torch import Tensor
 
 from reconcile import mx
 from reconcile.exceptions import KernelError
+from reconcile.grouped import GroupedWeight
 from reconcile.kernel import Stage
 from reconcile.weight import QuantizedWeight, Shape
 from reconcile_kernels.mxfp8_npu.layout import Buffers, pack, unpack
@@ -126,8 +127,11 @@ def load(weight: QuantizedWeight, scale_alg: int) -> tuple[Tensor, Tensor]:
     return codes, requantise_into(codes, weight.codes, scales, block, scale_alg, torch.bfloat16)
 
 
-def resolved(weight: QuantizedWeight) -> Tensor:
-    """The dense weight in bfloat16, [N, K]; a stored MXFP8 one decoded."""
+def resolved(weight: QuantizedWeight | GroupedWeight) -> Tensor:
+    """The dense weight in bfloat16, [N, K], of experts [E, N, K]; a stored MXFP8 one decoded."""
+    if isinstance(weight, GroupedWeight):
+        groups = (group for group in weight.groups if isinstance(group, QuantizedWeight))
+        return torch.stack([resolved(group) for group in groups])
     if weight.format.name == MX_FORMAT:
         return _decoded(weight.codes, weight.scales.view(torch.uint8)).to(torch.bfloat16)
     assert weight.format.block is not None

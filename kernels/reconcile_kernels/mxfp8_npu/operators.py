@@ -21,6 +21,10 @@ from reconcile_kernels.mxfp8_npu.quantise import quantise
 
 E4M3 = (torch.float8_e4m3fn, 292)
 """``dst_type`` of E4M3FN: torch's dtype, or torch_npu's number."""
+float8_e8m0fnu = torch.float8_e8m0fnu
+"""``scale_dtype`` of scale bytes; torch_npu has a number of the same name in its place."""
+E8M0 = (torch.float8_e8m0fnu, 293)
+"""The same: torch's dtype, or torch_npu's number."""
 GROUP_SIZES = [1, 1, GROUP]
 _OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -73,8 +77,8 @@ def npu_quant_matmul(
     output_dtype: torch.dtype | None = None,
     x1_dtype: object = None,  # noqa: ARG001 - in the schema; FP8 tensors carry their dtype
     x2_dtype: object = None,  # noqa: ARG001
-    pertoken_scale_dtype: object = None,  # noqa: ARG001
-    scale_dtype: object = None,  # noqa: ARG001
+    pertoken_scale_dtype: object = None,
+    scale_dtype: object = None,
     group_sizes: list[int] | None = None,
     y_scale: Tensor | None = None,
 ) -> Tensor:
@@ -90,10 +94,10 @@ def npu_quant_matmul(
         pertoken_scale: of x1, uint8.
         bias: float32 [N] or None.
         output_dtype: bfloat16, float16 or float32; the operator's own default is int8.
-        x1_dtype: dtypes that a tensor of bytes stands for; ignored, like the next three.
+        x1_dtype: the dtype that a tensor of bytes stands for; ignored, as ``x2_dtype``.
         x2_dtype: see ``x1_dtype``.
-        pertoken_scale_dtype: see ``x1_dtype``.
-        scale_dtype: see ``x1_dtype``.
+        pertoken_scale_dtype: of `E8M0`: what the bytes stand for.
+        scale_dtype: of `E8M0`.
         group_sizes: [1, 1, 32].
         y_scale: not in the MX mode.
 
@@ -110,6 +114,11 @@ def npu_quant_matmul(
         raise NotImplementedError(
             f"only the MX mode is emulated: group_sizes {GROUP_SIZES} with pertoken_scale, without "
             f"offset and y_scale; got group_sizes {group_sizes}"
+        )
+    if scale_dtype not in E8M0 or pertoken_scale_dtype not in E8M0:
+        raise NotImplementedError(
+            "the MX mode has scale_dtype and pertoken_scale_dtype float8_e8m0fnu; got "
+            f"{scale_dtype} and {pertoken_scale_dtype}"
         )
     if output_dtype not in _OUTPUTS:
         raise NotImplementedError(
