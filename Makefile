@@ -73,13 +73,19 @@ $(NPU)/.installed: .ci/npu_stubs.py pyproject.toml constraints.txt
 	$(NPU)/bin/python .ci/npu_stubs.py $$($(NPU)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])') $(NPU)/stubs
 	@touch $@
 
-# vllm-ascend's own linear method as the candidate: its half runs in its environment, the rest here.
+# vllm-ascend's own linear method as the candidate, and ours as an NPU is called: their halves run in
+# that environment, the rest here.
 npu-cases: venv npu
 	$(ON_NPU) $(NPU)/bin/python -m pytest tests/op/test_npu_environment.py
 	rm -rf .reconcile/npu
 	$(BIN)/reconcile capture tiny-mxfp8-native --side reference --kernel vllm_ascend.mxfp8 -o .reconcile/npu/reference
 	$(ON_NPU) $(NPU)/bin/reconcile capture tiny-mxfp8-native --side candidate --kernel vllm_ascend.mxfp8 --inputs .reconcile/npu/reference -o .reconcile/npu/candidate
 	$(BIN)/reconcile compare .reconcile/npu/reference .reconcile/npu/candidate --out .reconcile/npu/report
+	@for case in tiny-mxfp8 tiny-mxfp8-moe; do \
+	  $(BIN)/reconcile capture $$case --side reference -o .reconcile/npu/$$case/reference || exit; \
+	  $(ON_NPU) $(NPU)/bin/reconcile capture $$case --side candidate --engine npu-schemas --inputs .reconcile/npu/$$case/reference -o .reconcile/npu/$$case/candidate || exit; \
+	  $(BIN)/reconcile compare .reconcile/npu/$$case/reference .reconcile/npu/$$case/candidate --out .reconcile/npu/$$case/report || exit; \
+	done
 
 # reports in a real browser: Debian's Chromium, which is installed where apt-get can
 e2e: $(VENV)/.installed-e2e

@@ -7,9 +7,10 @@ Each prompt is one pass, or a prefill and decode steps with a KV cache, in two k
     middle row alone (``out.row``), called several times; then every layer, the final norm and the
     head on theirs.
 ``chained``
-    the candidate runs freely. For each op the pass also holds the reference op on the
-    candidate's own input (``ref.out``, ``ref.abs``) and whether a replay gave the same bits, so
-    that an op's own error can be told from what it inherited.
+    the candidate runs freely, but for the experts: a router's own choice is recorded, that of
+    the reference is taken (`reconcile.routing`). For each op the pass also holds the reference op
+    on the candidate's own input (``ref.out``, ``ref.abs``) and whether a replay gave the same
+    bits, so that an op's own error can be told from what it inherited.
 
 In a phase in which the candidate does not use its kernel, plain torch computes the modules.
 """
@@ -101,11 +102,12 @@ def capture_candidate(
                     _replay_ops(plan, ready, order, isolated[key], fed, owned=first)
                 if "module" in wanted:
                     progress("modules")
-                    force_parts(plan, model, isolated[key], fed, fed_stream, step)
+                    force_parts(plan, model, isolated[key], chained[key], fed, fed_stream, step)
                 trace.passes.append(fed)
                 if wanted & {"op", "module", "model"}:
                     progress("model")
-                    trace.passes.append(chain(plan, model, ops, ready, free_stream, step))
+                    free = chain(plan, model, ops, ready, chained[key], free_stream, step)
+                    trace.passes.append(free)
         if "module" in wanted:
             trace.passes.append(call_norms(model, plan.dtype, plan.dtype))
         if plan.asked is not None and "model" in wanted:
@@ -296,17 +298,24 @@ def _is_right(call: Call) -> bool:
 
 
 def force_parts(
-    plan: Plan, model: nn.Module, isolated: Pass, fed: Pass, stream: Stream, step: Step
+    plan: Plan,
+    model: nn.Module,
+    isolated: Pass,
+    routed: Pass,
+    fed: Pass,
+    stream: Stream,
+    step: Step,
 ) -> None:
     """Every layer, the final norm and the head, each on the reference's rounded inputs.
 
     Blocks inside a layer get what comes to them there; what came is kept beside what they gave.
+    ``routed``: the reference's chained pass, whose experts are taken.
     """
     inputs = {part: ports(isolated, part, "in") for part in plan.parts}
     try:
         with forced_inputs(model, inputs, plan.dtype):
             blocks = inner_blocks(plan, model)
-            forced = stream.record(step, plan.parts, inputs=False, inside=blocks)
+            forced = stream.record(step, plan.parts, inputs=False, inside=blocks, routed=routed)
     except KernelFailureError as failure:
         fed.meta["failure"] = _failure(failure)
         return
@@ -318,13 +327,17 @@ def chain(
     model: nn.Module,
     ops: Mapping[str, Reference],
     ready: Mapping[str, Prepared | Call],
+    routed: Pass,
     stream: Stream,
     step: Step,
 ) -> Pass:
-    """The candidate's free run, and for each of ``ops`` it and a replay on its own input."""
+    """The candidate's free run, and for each of ``ops`` it and a replay on its own input.
+
+    ``routed``: the reference's chained pass, whose experts are taken.
+    """
     before = _calls(model)
     try:
-        chained = stream.record(step, tapped_modules(plan, model))
+        chained = stream.record(step, tapped_modules(plan, model), routed=routed)
     except KernelFailureError as failure:
         return Pass(step.key, "chained", meta=_said(step) | {"failure": _failure(failure)})
     tensors = dict(chained.tensors)

@@ -3,7 +3,8 @@
 Each prompt is one pass, or a prefill and decode steps with a KV cache, in two kinds:
 
 ``chained``
-    the reference runs freely; the baseline's own errors in free runs are in its facts.
+    the reference runs freely; the baseline's own errors in free runs are in its facts. The
+    experts that a router chooses here are those of every other run (`reconcile.routing`).
 ``isolated``
     the reference runs again on its inputs rounded once to the candidate's dtype: ``in0`` of
     every op and part, ``out``, and for ops ``abs`` = sum |x||w|, the yardstick of the bound; where
@@ -120,7 +121,7 @@ def _both_kinds(
     chained = streams.free.record(step, tapped_modules(plan, model))
     said = {name: chained.meta[name] for name in ("phase", "seen") if name in chained.meta}
     isolated = _isolate(plan, model, ops, chained, streams.fed, step)
-    gains = _gains(plan, model, isolated, streams.nudged, step)
+    gains = _gains(plan, model, chained, isolated, streams.nudged, step)
     meta = _baseline(plan, baseline, chained, isolated, streams.draws, step)
     closure = {str(Tap(module, "out")): _closes(op, module, chained) for module, op in ops.items()}
     chained.meta = said | meta["chained"] | {"gains": gains, "closure": closure}
@@ -193,7 +194,8 @@ def _isolate(
             tensors[str(Tap(module, "abs.row"))] = ops[module].magnitude(row)
     inputs = {part: _rounded_inputs(part, chained, plan.dtype) for part in plan.parts}
     with forced_inputs(model, inputs, plan.reference_dtype):
-        forced = stream.record(step, plan.parts, inputs=False, inside=inner_blocks(plan, model))
+        blocks = inner_blocks(plan, model)
+        forced = stream.record(step, plan.parts, inputs=False, inside=blocks, routed=chained)
     for part, found in inputs.items():
         tensors |= {str(Tap(part, port)): value for port, value in found.items()}
     tensors |= forced.tensors
@@ -218,7 +220,7 @@ def _rounded_inputs(part: str, chained: Pass, dtype: torch.dtype) -> dict[str, T
 
 
 def _gains(
-    plan: Plan, model: nn.Module, isolated: Pass, stream: Stream, step: Step
+    plan: Plan, model: nn.Module, chained: Pass, isolated: Pass, stream: Stream, step: Step
 ) -> dict[str, float]:
     """How much each layer amplifies a random error of its hidden state: rms out / rms in."""
     generator = torch.Generator().manual_seed(plan.case.seed)
@@ -233,7 +235,7 @@ def _gains(
         nudged[layer] = given | {"in0": x + noise}
         size[layer] = _rms(noise)
     with forced_inputs(model, nudged, plan.reference_dtype):
-        moved = stream.record(step, layers, inputs=False)
+        moved = stream.record(step, layers, inputs=False, routed=chained)
     gains = {}
     for layer in layers:
         port = output_tap(layer, moved)
@@ -262,7 +264,7 @@ def _baseline(
     model: Table = {}
     for draw, pair in enumerate(streams):
         noise = torch.Generator().manual_seed(plan.case.seed + draw) if draw else None
-        run = _draw(plan, baseline, isolated, pair, step, noise)
+        run = _draw(plan, baseline, chained, isolated, pair, step, noise)
         _keep_largest(free, _stats_of(run[0], chained))
         _keep_largest(fed, _stats_of(run[1], isolated))
         logits = logits_tap(chained)
@@ -286,6 +288,7 @@ def _baseline(
 def _draw(
     plan: Plan,
     baseline: nn.Module,
+    chained: Pass,
     isolated: Pass,
     streams: tuple[Stream, Stream],
     step: Step,
@@ -299,10 +302,11 @@ def _draw(
     inputs = {part: dithered(ports(isolated, part, "in")) for part in plan.parts}
     first = {part: {"in0": inputs[part]["in0"]} for part in plan.parts[:1] if noise}
     with forced_inputs(baseline, first, plan.dtype):
-        free = streams[0].record(step, tapped_modules(plan, baseline), inputs=False)
+        tapped = tapped_modules(plan, baseline)
+        free = streams[0].record(step, tapped, inputs=False, routed=chained)
     with forced_inputs(baseline, inputs, plan.dtype):
         blocks = inner_blocks(plan, baseline)
-        fed = streams[1].record(step, plan.parts, inputs=False, inside=blocks)
+        fed = streams[1].record(step, plan.parts, inputs=False, inside=blocks, routed=chained)
     return free, fed
 
 

@@ -427,7 +427,10 @@ def _judge_routing(
         ),
         bounds={"set_gap": slack},
     )
-    return judge_numbers(routing_stats(candidate, reference, r.tensors[logits]), limits)
+    finding = judge_numbers(routing_stats(candidate, reference, r.tensors[logits]), limits)
+    idle = ", ".join(map(str, finding.stats["experts_idle"]))
+    said = f"no token is routed to expert {idle}" if idle else ""
+    return replace(finding, text="; ".join(text for text in (finding.text, said) if text))
 
 
 # --------------------------------------------------------------------------- model

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from reconcile.exceptions import TraceError
 from reconcile.plan import Plan
+from reconcile.routing import forced_routing
 from reconcile.steps import Step
 from reconcile.taps import Recorder, cache_argument, cache_of
 from reconcile.trace import Pass, TraceMemory
@@ -62,18 +63,27 @@ class Stream:
         *,
         inputs: bool = True,
         inside: Iterable[str] = (),
+        routed: Pass | None = None,
     ) -> Pass:
         """The next call, recorded; what ended an earlier one ends this too.
 
-        ``inside``: blocks of which only main input and output are recorded.
+        Args:
+            step: the call.
+            modules: whose ports are recorded.
+            inputs: whether inputs are recorded too.
+            inside: blocks of which only main input and output are recorded.
+            routed: the reference's pass, whose experts are taken; what is recorded of a router is
+                its own choice.
         """
         if self._ended is not None:
             raise self._ended
         plan, model, memory = self._plan, self._model, TraceMemory()
         context = plan.checkpoint.precise(plan.reference_dtype) if self._precise else nullcontext()
         tokens = step.tokens.to(next(model.parameters()).device)
+        routers = plan.checkpoint.structure.routers
         with (
             Recorder(model, modules, memory, inputs=inputs, streams=inside) as recorder,
+            forced_routing(model, routers, routed),
             context,
         ):
             try:

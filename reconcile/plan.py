@@ -186,7 +186,17 @@ def make_plan(case: Case, config: CandidateConfig, checkpoint: Checkpoint, only:
         prompts=_prompts(case, checkpoint),
         task=_task(case, checkpoint),
     )
-    return replace(plan, notes=(*plan.notes, *plan.routes))
+    return replace(plan, notes=(*plan.notes, *_routing(checkpoint), *plan.routes))
+
+
+def _routing(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What is done about a mixture of experts, for the reader."""
+    if not checkpoint.structure.routers:
+        return ()
+    return (
+        "a router's choice of experts is compared as a set; the model goes on with the experts "
+        "that the reference chose",
+    )
 
 
 def _contract(kernel: Kernel, config: CandidateConfig) -> Contract | None:

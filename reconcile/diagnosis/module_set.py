@@ -132,13 +132,13 @@ class _Trial:
         return recorded
 
     def _step(self, stream: Stream, step: Step) -> Pass:
-        plan = self.plan
+        plan, (_, routed) = self.plan, self.sides.chained[step.key]
         if self.row.check == "isolated":
             forced = Pass(step.key, "isolated")
             _, given = self.sides.isolated[step.key]
-            force_parts(plan, self.model, given, forced, stream, step)
+            force_parts(plan, self.model, given, routed, forced, stream, step)
             return forced
-        return chain(plan, self.model, self.ops, self.ready, stream, step)
+        return chain(plan, self.model, self.ops, self.ready, routed, stream, step)
 
     def _judged(self, c: Pass, chosen: Collection[str]) -> bool:
         """Whether the row fails again; an op that plain torch computes does not."""

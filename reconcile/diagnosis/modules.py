@@ -24,6 +24,7 @@ from reconcile.passes import Stream
 from reconcile.plan import Plan
 from reconcile.ports import output_tap, ports
 from reconcile.report import Diagnosis, Level, Row, Verdict
+from reconcile.routing import forced_routing
 from reconcile.steps import Step
 from reconcile.taps import forced_inputs, main_input
 from reconcile.trace import Tap, Trace
@@ -137,7 +138,11 @@ class _Bench:
         given = ports(r, part, "in")
         error = float((c - right).square().sum())
         found = []
-        with pristine(self.model) as replaced:
+        routers, routed = self.plan.checkpoint.structure.routers, reference.select("chained")
+        with (
+            pristine(self.model) as replaced,
+            forced_routing(self.model, routers, routed[row.pass_]),
+        ):
             again = self._run(part, given, step, module).double()
             if float((again - right).square().sum()) > SAME * error:
                 return (_other_library(float((c - again).square().sum()) / error),)

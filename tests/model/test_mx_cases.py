@@ -3,6 +3,7 @@
 import pytest
 
 import reconcile
+from reconcile_references.models import TransformersCheckpoint
 
 STAGES = {
     "tiny-mxfp8": ["resolve", "requantise", "repack", "persist"],
@@ -42,8 +43,37 @@ def test_a_mixture_of_experts_passes_with_its_routing():
     routing = [row for row in report.rows if "set_gap" in row.stats]
     assert {row.tap for row in routing} == {f"model.layers.{i}.mlp.gate:out.2" for i in (0, 1)}
     assert all(row.limits.bounds["set_gap"] > 0 for row in routing)
+    assert {row.verdict for row in routing} == {"PASS"}
+    idle = [row for row in routing if row.pass_.startswith("decode")]
+    assert len(idle) == len(routing) * 2 / 3
+    for row in idle:  # one token, two of four experts
+        experts = row.stats["experts_idle"]
+        assert len(experts) == 2
+        assert row.text == f"no token is routed to expert {experts[0]}, {experts[1]}"
+    ran = [row for row in report.rows if "experts" in row.tap and row.level == "op"]
+    one = [row for row in ran if row.pass_.startswith("decode") and row.check == "chained"]
+    assert {row.shape[:2] for row in one} == {(4, 1)}  # every expert is compared, idle or not
+    assert all(row.stats["calls"] == 1 for row in one)
     steps = [
         row.check for row in report.rows if row.tap.startswith("model.layers.0.mlp.experts.w2")
     ]
     assert "resolve.0" in steps
     assert "persist.3" in steps
+
+
+def test_a_router_that_chooses_other_experts_fails(monkeypatch):
+    """The model goes on with the reference's experts, but its own choice is what is judged."""
+    build, built = TransformersCheckpoint.build, []
+
+    def third_is_the_candidate(self, dtype, make):
+        model = build(self, dtype, make)
+        built.append(model)
+        if len(built) == 3:
+            model.model.layers[0].mlp.gate.weight.neg_()
+        return model
+
+    monkeypatch.setattr(TransformersCheckpoint, "build", third_is_the_candidate)
+    report = reconcile.run("tiny-mxfp8-moe", only="*.0.self_attn.q_proj", levels=["module"])
+    failed = {row.tap for row in report.failures() if "set_gap" in row.stats}
+    assert "model.layers.0.mlp.gate:out.2" in failed
+    assert report.exit_code == 1

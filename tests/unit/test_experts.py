@@ -10,10 +10,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from reconcile import registry
-from reconcile.exceptions import CheckpointError, FormatError, KernelError
+from reconcile.exceptions import CheckpointError, FormatError, KernelError, TapError
 from reconcile.grouped import GroupedWeight
 from reconcile.linears import DenseWeight
-from reconcile.routing import routing_stats
+from reconcile.routing import choice_of, forced_routing, routing_stats
+from reconcile.taps import taps
+from reconcile.trace import Pass
 from reconcile_kernels.mxfp8_npu.experts import prepare_experts
 from reconcile_kernels.mxfp8_npu.linear import NPU_EMULATED
 from reconcile_references import derived
@@ -158,7 +160,12 @@ def test_routing_as_sets(candidate, equal, gap):
     stats = routing_stats(torch.tensor(candidate), CHOSEN, LOGITS)
     assert (stats["sets_equal"], stats["set_gap"]) == (equal, gap)
     assert stats["least_margin"] == 0.25
-    assert stats["experts_unused"] == 0
+    assert (stats["experts_unused"], stats["experts_idle"]) == (0, [])
+
+
+def test_experts_without_a_token_are_named():
+    stats = routing_stats(CHOSEN[:1], CHOSEN[:1], LOGITS[:1])
+    assert (stats["experts_unused"], stats["experts_idle"]) == (2, [1, 3])
 
 
 def test_routing_by_nan_is_no_agreement():
@@ -167,6 +174,60 @@ def test_routing_by_nan_is_no_agreement():
     assert math.isnan(routing_stats(CHOSEN, CHOSEN, spoilt)["set_gap"])
     with pytest.raises(ValueError, match="shapes differ"):
         routing_stats(CHOSEN[:1], CHOSEN, LOGITS)
+
+
+def tiny_mixture(dtype=torch.float32):
+    config = AutoConfig.for_model("qwen3_moe", **SIZES, norm_topk_prob=True)
+    config._experts_implementation = "eager"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+ROUTER = "model.layers.0.mlp.gate"
+
+
+@torch.no_grad()
+def test_a_model_goes_on_with_the_experts_of_another_run():
+    """Its own choice is recorded; scores are its own, of the given experts, in their order."""
+    model, tokens = tiny_mixture(), torch.arange(20)[None]
+    with taps(model, [ROUTER, ""]) as free:
+        model(input_ids=tokens)
+    (own,) = free.passes
+    logits = own.tensors[f"{ROUTER}:out.0"]
+    other = logits.topk(2, largest=False).indices
+    like = Pass("k", "chained", tensors={f"{ROUTER}:out.0": logits, f"{ROUTER}:out.2": other})
+    seen = []
+    model.get_submodule("model.layers.0.mlp.experts").register_forward_pre_hook(
+        lambda _, given: seen.append(given)
+    )
+    with taps(model, [ROUTER, ""]) as trace, forced_routing(model, [ROUTER], like):
+        model(input_ids=tokens)
+    (forced,) = trace.passes
+    assert torch.equal(forced.tensors[f"{ROUTER}:out.2"], own.tensors[f"{ROUTER}:out.2"])
+    assert not torch.equal(forced.tensors[":out.logits"], own.tensors[":out.logits"])
+    _, chosen, scores = seen[0]
+    shares = logits.softmax(-1).gather(-1, other)
+    assert torch.equal(chosen, other)
+    assert torch.allclose(scores, shares / shares.sum(-1, keepdim=True))
+    with taps(model, [ROUTER, ""]) as trace, forced_routing(model, [ROUTER], own):
+        model(input_ids=tokens)
+    assert torch.equal(trace.passes[0].tensors[":out.logits"], own.tensors[":out.logits"])
+    with taps(model, [ROUTER, ""]) as trace:  # nothing is left behind
+        model(input_ids=tokens)
+    assert torch.equal(trace.passes[0].tensors[":out.logits"], own.tensors[":out.logits"])
+
+
+@torch.no_grad()
+def test_a_router_that_chooses_otherwise_than_by_topk_is_refused():
+    model = tiny_mixture()
+    like = Pass("k", "chained", tensors={f"{ROUTER}:out.2": torch.zeros(3, 2, dtype=torch.int64)})
+    with (
+        forced_routing(model, [ROUTER], like),
+        pytest.raises(TapError, match=r"called torch.topk 0 times on \[3, 2\] choices"),
+    ):
+        model(input_ids=torch.arange(20)[None])
+    assert choice_of("model.norm", like) is None
 
 
 def test_dense_groups_are_no_experts():
