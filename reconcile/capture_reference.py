@@ -25,7 +25,7 @@ from reconcile import registry
 from reconcile.contract import UNIT_ROUNDOFF
 from reconcile.exits import exits_refused
 from reconcile.grouped import Reference, StoredWeight, baseline_linear, reference_linear
-from reconcile.limits import gamma
+from reconcile.limits import gamma, nan_or_max
 from reconcile.metrics import nmse
 from reconcile.model_metrics import model_stats
 from reconcile.norms import call_norms
@@ -326,7 +326,7 @@ def _keep_largest(into: Table, found: Table) -> None:
     for tap, stats in found.items():
         kept = into.setdefault(tap, {})
         for name, value in stats.items():
-            kept[name] = max(value, kept.get(name, value))
+            kept[name] = nan_or_max((value, kept.get(name, value)))
 
 
 def _gated(candidate: Tensor, reference: Tensor) -> dict[str, float]:

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor
 
 from reconcile.case import Tolerance
 from reconcile.contract import UNIT_ROUNDOFF
 from reconcile.diagnosis.traces import explained
 from reconcile.gallery import Gallery
-from reconcile.judge import Finding, judge_fixed
+from reconcile.judge import Finding, judge_fixed, unfit
 from reconcile.limits import FIXED_ATTENTION, FIXED_TOLERANCE
 from reconcile.mapping import Rule, map_trace
 from reconcile.report import Coverage, Level, Reason, Report, Row
@@ -83,8 +84,18 @@ def _rows(
     return [
         to_row(Level.MODULE, Tap.parse(tap), "chained", key, judged(tap))
         for tap in dict.fromkeys([*r, *c])
-        if any(side[tap].is_floating_point() for side in (r, c) if tap in side)
+        if not _are_equal_codes([side[tap] for side in (r, c) if tap in side])
     ]
+
+
+def _are_equal_codes(sides: list[Tensor]) -> bool:
+    """Whether a tap holds integers, equal where both sides have it: token ids, positions, masks.
+
+    Such a tap gives no row; one that differs, or that holds complex numbers, does.
+    """
+    if any(side.is_floating_point() or side.is_complex() for side in sides):
+        return False
+    return len(sides) == 1 or torch.equal(*sides)
 
 
 def _finding(
@@ -93,9 +104,8 @@ def _finding(
     if tap not in c or tap not in r:
         side = "reference" if tap in r else "candidate"
         return Finding({}, reason=Reason.NOT_COMPARED, text=f"only the {side} has this tap")
-    if c[tap].shape != r[tap].shape:
-        text = f"expected {list(r[tap].shape)}, got {list(c[tap].shape)}"
-        return Finding({}, reason=Reason.SHAPE, text=text)
+    if (early := unfit(c[tap], r[tap])) is not None:
+        return early
     if c[tap].numel() and c[tap].data_ptr() == r[tap].data_ptr():
         text = "both sides are one piece of memory: a capture kept a reference, not a copy"
         return Finding({}, reason=Reason.CAPTURE_INVALID, text=text)

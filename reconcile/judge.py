@@ -28,7 +28,7 @@ from reconcile.limits import (
     tolerance_share,
     utilisation,
 )
-from reconcile.metrics import ErrorStats, error_stats, worst_elements
+from reconcile.metrics import CANDIDATE_DTYPES, ErrorStats, error_stats, worst_elements
 from reconcile.report import Limits, Reason, Verdict
 
 TENSOR_STATS = ("max_abs", "nmse", "worst_row_nmse")
@@ -134,6 +134,8 @@ def judge_baseline(
         dtype: the candidate's dtype, for the limit's source.
         what: which run of plain torch, for the limit's source.
     """
+    if (early := unfit(candidate, reference)) is not None:
+        return early
     stats = error_stats(candidate, reference)
     if (early := _nonfinite(stats, candidate, reference)) is not None:
         return early
@@ -144,11 +146,15 @@ def judge_baseline(
     rows = stats.n // candidate.shape[-1]
     names = TENSOR_STATS if rows > 1 else ("max_abs", "worst_row_nmse")
     limits = baseline_limits(baseline, names, dtype, what)
+    if (early := _without_limit(limits, stats.as_dict())) is not None:
+        return replace(early, pair=Pair(candidate, reference))
     return _judge(stats, stats.as_dict(), limits, candidate, reference)
 
 
 def judge_fixed(candidate: Tensor, reference: Tensor, tolerance: Tolerance) -> Finding:
     """Against an elementwise tolerance that somebody set."""
+    if (early := unfit(candidate, reference)) is not None:
+        return early
     stats = error_stats(candidate, reference)
     if (early := _nonfinite(stats, candidate, reference)) is not None:
         return early
@@ -166,12 +172,60 @@ def judge_fixed(candidate: Tensor, reference: Tensor, tolerance: Tolerance) -> F
 
 def judge_numbers(numbers: dict[str, Any], limits: Limits) -> Finding:
     """Numbers that are not statistics of one tensor, against their limits."""
+    if (early := _without_limit(limits, numbers)) is not None:
+        return early
     share, name = share_of_limits(numbers, limits)
     finding = Finding(numbers, limits, share)
     if share <= 1:
         return finding
     text = f"{name} {numbers[name]:.3g} exceeds {limits.bounds[name]:.3g}"
     return replace(finding, reason=Reason.OVER_LIMIT, text=text)
+
+
+def unfit(candidate: Tensor, reference: Tensor) -> Finding | None:
+    """A verdict where two tensors have no statistics: other shapes, no elements, other dtypes.
+
+    Integers are compared exactly; that they differ is no fault by itself (a choice among equals).
+    """
+    if candidate.shape != reference.shape:
+        text = f"expected {list(reference.shape)}, got {list(candidate.shape)}"
+        return Finding({}, reason=Reason.SHAPE, text=text)
+    if candidate.is_floating_point() != reference.is_floating_point():
+        text = f"the reference is {reference.dtype}, the candidate {candidate.dtype}"
+        return Finding({}, reason=Reason.DTYPE, text=text)
+    for side, tensor in (("candidate", candidate), ("reference", reference)):
+        if tensor.layout != torch.strided or tensor.is_meta:
+            text = f"the {side} is no dense tensor with values: {tensor.layout} on {tensor.device}"
+            return Finding({}, reason=Reason.NOT_COMPARED, text=text)
+    if candidate.numel() == 0:
+        text = f"there is nothing to compare: shape {list(candidate.shape)}"
+        return Finding({}, reason=Reason.NOT_COMPARED, text=text)
+    if not candidate.is_floating_point() and not candidate.is_complex():
+        return _codes(candidate, reference)
+    if candidate.dtype not in CANDIDATE_DTYPES:
+        text = f"{candidate.dtype} has no error statistics: convert both sides to one that has"
+        return Finding({}, reason=Reason.NOT_COMPARED, text=text)
+    return None
+
+
+def _codes(candidate: Tensor, reference: Tensor) -> Finding:
+    """Integers: equal, or nothing is known about them."""
+    differing = int((candidate != reference).sum())
+    stats = {"n": candidate.numel(), "differing": differing}
+    limits = Limits(kind="exact", source="integers are the same", bounds={"differing": 0.0})
+    if not differing:
+        return Finding(stats, limits, 0.0)
+    text = f"{differing} of {candidate.numel()} integers differ, and no limit is known for them"
+    return Finding(stats, limits, math.inf, reason=Reason.NOT_COMPARED, text=text)
+
+
+def _without_limit(limits: Limits, numbers: Mapping[str, Any]) -> Finding | None:
+    """A verdict where plain torch itself is not finite: then nothing would be right or wrong."""
+    odd = [name for name, bound in limits.bounds.items() if not math.isfinite(bound)]
+    if not odd:
+        return None
+    text = f"no limit for {', '.join(odd)}: plain torch itself is not finite; {limits.source}"
+    return Finding(dict(numbers), limits, reason=Reason.VACUOUS, text=text)
 
 
 def _judge(

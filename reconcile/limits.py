@@ -248,6 +248,16 @@ def tolerance_share(candidate: Tensor, reference: Tensor, atol: float, rtol: flo
     return math.nan if bool(share.isnan().any()) else float(share.max())
 
 
+def nan_or_max(values: Iterable[float]) -> float:
+    """The largest value, NaN where there is one; ``max`` would lose it in some orders.
+
+    >>> nan_or_max([1.0, math.nan]), nan_or_max([1.0, 2.0])
+    (nan, 2.0)
+    """
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
 def share_of_limits(stats: Mapping[str, Any], limits: Limits) -> tuple[float, str]:
     """Largest value / bound over the gated statistics, and which one; NaN wins.
 

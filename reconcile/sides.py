@@ -14,7 +14,7 @@ from reconcile.examine import Block, digest
 from reconcile.exceptions import ConfigError, TraceError
 from reconcile.gallery import Gallery
 from reconcile.judge import Finding
-from reconcile.limits import tolerance_share
+from reconcile.limits import nan_or_max, tolerance_share
 from reconcile.metrics import error_stats
 from reconcile.norms import KIND as NORMS
 from reconcile.plan_record import PlanRecord, record_from_facts
@@ -148,10 +148,10 @@ def phase_of(recorded: Pass) -> str:
 
 
 def largest(tables: list[dict[str, float]]) -> dict[str, float] | None:
-    """Elementwise maximum of tables with the same keys; None of no table."""
+    """Elementwise maximum of tables with the same keys, NaN before all; None of no table."""
     if not tables:
         return None
-    return {name: max(table[name] for table in tables) for name in tables[0]}
+    return {name: nan_or_max(table[name] for table in tables) for name in tables[0]}
 
 
 def pair(reference: Trace, candidate: Trace) -> Sides:

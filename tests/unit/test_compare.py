@@ -105,3 +105,35 @@ def test_taps_of_two_real_modules_and_a_fused_one():
     swapped = Split("qk:out", (("k:out", 2), ("q:out", 4)))
     assert reconcile.compare(reference, candidate, mapping=[swapped]).exit_code == 1
     assert reconcile.compare(reference, candidate).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reason"),
+    [
+        (torch.arange(4), torch.arange(4) + 1, Reason.NOT_COMPARED),
+        (torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool), Reason.NOT_COMPARED),
+        (torch.zeros(0, 8), torch.zeros(0, 8), Reason.NOT_COMPARED),
+        (X.to(torch.float8_e4m3fn), X, Reason.NOT_COMPARED),
+        (X.to(torch.complex64), X.to(torch.complex64) + 1, Reason.NOT_COMPARED),
+        (X.to("meta"), X, Reason.NOT_COMPARED),
+        (X.to_sparse(), X, Reason.NOT_COMPARED),
+        (X.to(torch.int8), X, Reason.DTYPE),
+        (X, X.to(torch.int8), Reason.DTYPE),
+    ],
+    ids=["integers", "flags", "empty", "float8", "complex", "meta", "sparse", "int", "of int"],
+)
+def test_tensors_without_statistics_are_never_green_and_never_a_crash(ours, theirs, reason):
+    beside = {"b:out": X}
+    report = reconcile.compare(
+        Trace(passes=[Pass("k", "chained", {"a:out": theirs} | beside)]),
+        Trace(passes=[Pass("k", "chained", {"a:out": ours, "b:out": X.clone()})]),
+    )
+    (row,) = (row for row in report.rows if row.tap == "a:out")
+    assert row.reason is reason
+    assert report.exit_code == (1 if reason is Reason.DTYPE else 2)
+
+
+def test_equal_integers_are_no_row():
+    sides = [{"a:out": torch.arange(4), "b:out": X.clone()} for _ in range(2)]
+    report = reconcile.compare(*(Trace(passes=[Pass("k", "chained", side)]) for side in sides))
+    assert [(row.tap, row.reason) for row in report.rows] == [("b:out", None)]
