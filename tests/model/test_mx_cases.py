@@ -1,8 +1,14 @@
 """The embedded MXFP8 cases by name."""
 
+import dataclasses
+import json
+
 import pytest
+from small_checkpoints import first_layer, mxfp8_case, write
 
 import reconcile
+from reconcile.exceptions import CheckpointError
+from reconcile_references import derived
 from reconcile_references.models import TransformersCheckpoint
 
 STAGES = {
@@ -77,3 +83,33 @@ def test_a_router_that_chooses_other_experts_fails(monkeypatch):
     failed = {row.tap for row in report.failures() if "set_gap" in row.stats}
     assert "model.layers.0.mlp.gate:out.2" in failed
     assert report.exit_code == 1
+
+
+MODELOPT = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+
+
+def modelopt(folder, like):
+    """One layer, declared as ModelOpt does, in a file of its own."""
+    config, tensors = dataclasses.replace(like, reshape=first_layer).derive()
+    config.pop("quantization_config")
+    write(folder, config, tensors)
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": MODELOPT}))
+    return folder
+
+
+def test_a_checkpoint_of_modelopt_skips_resolving(tmp_path):
+    report = reconcile.run(mxfp8_case(modelopt(tmp_path / "modelopt", derived.mxfp8_native)))
+    report.raise_for_verdict()
+    steps = {row.check for row in report.rows if row.level == "stage"}
+    assert steps == {"repack", "persist"}
+    losses = {row.stats["sqnr_db"] for row in report.rows if row.level == "stage"}
+    assert losses == {float("inf")}
+
+
+def test_a_checkpoint_of_modelopt_that_is_not_serialised_is_refused(tmp_path):
+    dense = dataclasses.replace(
+        derived.mxfp8_native, store=lambda name, weight: {f"{name}.weight": weight}
+    )
+    case = mxfp8_case(modelopt(tmp_path / "dense", dense))
+    with pytest.raises(CheckpointError, match=r"missing tensors \(7\): .*weight_scale"):
+        reconcile.run(case)

@@ -289,6 +289,16 @@ def test_on_another_npu_every_layer_is_dense_and_nothing_passes(tmp_path, npu):
     assert {row.text for row in rows(report, "op", check="isolated")} == {reason}
 
 
+def test_a_fallback_that_is_not_said_fails(tmp_path, npu, monkeypatch):
+    """Its numbers are those of another arithmetic, at every op."""
+    npu("Ascend910B1")
+    monkeypatch.setattr(linear, "fell_back", lambda reason: None)
+    report = run(one_layer(tmp_path), engine="npu", levels=["op"])
+    alone = rows(report, "op", check="isolated")
+    assert {(row.verdict, row.reason) for row in alone} == {("FAIL", "over_limit")}
+    assert report.exit_code == 1
+
+
 def test_what_a_fallback_does_further_on_is_no_failure_of_its_own(tmp_path, npu, monkeypatch):
     """Other code has other numbers, here eight times as large."""
     npu("Ascend910B1")
