@@ -81,7 +81,8 @@ def check_linear(
         weight: a `QuantizedWeight`, or a floating-point tensor [N, K] that the function gets as
             it is.
         x: activations [..., K] to check besides the generated ones.
-        bias: [N]; with a `QuantizedWeight` it takes the place of the weight's own.
+        bias: [N]; with a `QuantizedWeight` it takes the place of the weight's own. Without any,
+            no bias is checked, which the notices say.
         contract: the promised arithmetic; default: the kernel's own, else ``Contract()`` with
             the activations' dtype as output.
         batch_sizes: numbers of rows of the random activations.
@@ -172,6 +173,8 @@ def _rows(
             notices += left_out
         if "batch" in chosen:
             rows.append(_batch(subject, seed))
+    if subject.weight.bias is None:
+        notices.append("not checked: bias (none was given; give bias=, or a weight that has one)")
     return rows, notices
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,10 @@ def explain(report: Report, tap: str) -> str:
     rows = [row for row in report.rows if tap in (row.tap, row.tap.partition(":")[0])]
     if not rows:
         known = {row.tap for row in report.rows}
-        raise TapError(f"the report has no tap {tap!r}: {_few(nearest(tap, known))}")
+        raise TapError(
+            f"the report has no tap {tap!r}: "
+            f"{nearest(tap, known, '`reconcile explain RUN` lists all')}"
+        )
     bad = [row for row in rows if row.verdict is not Verdict.PASS]
     good = [row for row in rows if row.verdict is Verdict.PASS]
     lines = [f"{tap}: {len(rows)} rows, {len(bad)} of them not PASS"]
@@ -32,6 +36,18 @@ def explain(report: Report, tap: str) -> str:
         tightest = max(good, key=lambda row: row.utilisation or 0.0)
         lines += ["", "closest PASS:", *_full(tightest)]
     return "\n".join(lines)
+
+
+def taps(report: Report) -> str:
+    """Every tap of a report, in its order, with its rows by verdict."""
+    found: dict[str, Counter[Verdict]] = {}
+    for row in report.rows:
+        found.setdefault(row.tap, Counter())[row.verdict] += 1
+    lines = [
+        f"{tap}  {', '.join(f'{counts[v]} {v.value}' for v in Verdict if counts[v])}"
+        for tap, counts in found.items()
+    ]
+    return "\n".join([f"{report.title}: {len(lines)} taps", *lines])
 
 
 def explain_row(row: Row) -> str:
@@ -112,7 +128,3 @@ def _worst(stats: dict[str, Any]) -> list[str]:
             listed = ", ".join(f"{place}: {value:.3g}" for place, value in stats[name])
             lines.append(f"  {name.replace('_', ' ')} ({what}): {listed}")
     return lines
-
-
-def _few(hint: str, limit: int = 300) -> str:
-    return hint if len(hint) <= limit else f"{hint[:limit]} ..."

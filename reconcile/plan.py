@@ -221,7 +221,8 @@ def _modules(checkpoint: Checkpoint, config: CandidateConfig, only: str) -> tupl
     for glob in (*config.modules, only):
         if not any(fnmatchcase(name, glob) for name in known):
             raise ConfigError(
-                f"no module with a weight to judge matches {glob!r}: {nearest(glob, known)}"
+                f"no module with a weight to judge matches {glob!r}: "
+                f"{nearest(glob, known, '`reconcile run CASE --list` prints all')}"
             )
     modules = tuple(
         name

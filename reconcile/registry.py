@@ -25,6 +25,9 @@ from reconcile.model import ModelSource
 from reconcile.report import Report
 from reconcile.weight import Format
 
+_EXPECTED = "package.module:attr or path/to/file.py:attr"
+"""How a kernel is named that is not registered."""
+
 
 @cache
 def _group(kind: str) -> dict[str, EntryPoint]:
@@ -83,14 +86,8 @@ def kernel(spec: str, base: Path | None = None) -> Kernel:
             return cast(Kernel, _group("kernels")[spec].load())
         except (Exception, SystemExit) as error:
             raise _not_imported(_group("kernels")[spec].value, error) from error
-    if spec.endswith(".py"):
-        raise KernelError(f"{spec} names no function: give {spec}:FUNCTION")
-    place, colon, attribute = spec.rpartition(":")
-    if not colon:
-        raise KernelError(
-            f"unknown kernel {spec!r}: {nearest(spec, _group('kernels'))}; or give "
-            "package.module:attr or path/to/file.py:attr"
-        )
+    check_kernel_name(spec, base)
+    place, _, attribute = spec.rpartition(":")
     module = _file_module(place, base) if place.endswith(".py") else _named_module(place)
     try:
         found = getattr(module, attribute)
@@ -98,6 +95,56 @@ def kernel(spec: str, base: Path | None = None) -> Kernel:
         public = [name for name in vars(module) if not name.startswith("_")]
         raise KernelError(f"{place} has no {attribute!r}: {nearest(attribute, public)}") from None
     return as_kernel(found, spec)
+
+
+def check_kernel_name(spec: str, base: Path | None = None) -> None:
+    """KernelError for a file without a function, or a path that can hold no kernel.
+
+    Args:
+        spec: as in `kernel`.
+        base: directory that a relative path starts from (default: the working directory).
+    """
+    if spec in _group("kernels"):
+        return
+    place, attribute = spec.rpartition(":")[::2] if ":" in spec else (spec, "")
+    if not place:
+        raise KernelError(f"{spec!r} names no kernel: expected {_EXPECTED}")
+    if place.endswith(".py") and not attribute:
+        raise KernelError(f"{spec} names no function: give {place}:FUNCTION")
+    _check_place((base or Path.cwd()) / place, place, attribute or "FUNCTION")
+    if not attribute:
+        raise KernelError(
+            f"unknown kernel {spec!r}: "
+            f"{nearest(spec, _group('kernels'), '`reconcile kernels` lists all')}; or give "
+            f"{_EXPECTED}"
+        )
+
+
+def _check_place(path: Path, place: str, attribute: str) -> None:
+    """KernelError for a path that cannot hold a kernel: a folder, no Python, or not there."""
+    if path.is_dir() and not _importable(place):
+        files = sorted(file.name for file in path.glob("*.py"))
+        has = f"it has {', '.join(files[:5])}" if files else "it has none"
+        raise KernelError(
+            f"{path} is a folder: expected a Python file in it, {path / 'FILE.py'}:{attribute} "
+            f"({has}), or package.module:{attribute}"
+        )
+    if not path.is_file() and ("/" in place or place.endswith(".py")):
+        raise KernelError(f"{path}: no such file; expected path/to/file.py:{attribute}")
+    if path.is_file() and path.suffix != ".py":
+        raise KernelError(
+            f"{path} is no Python file: expected path/to/file.py:{attribute}; a kernel in another "
+            "language is called by a function there"
+        )
+
+
+def _importable(name: str) -> bool:
+    """Whether a module of that name has a file; a folder alone is a namespace, which has none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    return spec is not None and spec.origin is not None
 
 
 def as_kernel(found: object, name: str) -> Kernel:
@@ -128,7 +175,9 @@ def _named_module(name: str) -> ModuleType:
 
 
 def _not_imported(place: object, error: BaseException) -> KernelError:
-    return KernelError(f"cannot import {place}: {type(error).__name__}: {error}")
+    file = Path(f"{str(place).replace('.', '/')}.py")
+    hint = f"; for the file {file} give {file}:ATTR" if file.is_file() else ""
+    return KernelError(f"cannot import {place}: {type(error).__name__}: {error}{hint}")
 
 
 def _file_module(place: str, base: Path | None) -> ModuleType:
@@ -199,13 +248,30 @@ def case_file(name: Path | str | None) -> Path:
     if name is None:
         return embedded_case()
     path = Path(name)
-    if path.exists() or (str(name) not in _group("cases") and (path.suffix or len(path.parts) > 1)):
+    if path.is_dir() and str(name) not in _group("cases"):
+        raise ConfigError(_case_in_folder(path))
+    if path.is_file() or (
+        str(name) not in _group("cases") and (path.suffix or len(path.parts) > 1)
+    ):
         return path
     if str(name) not in _group("cases"):
         raise ConfigError(
             f"{name}: no such file, and no embedded case: {nearest(str(name), case_names())}"
         )
     return embedded_case(str(name))
+
+
+def _case_in_folder(folder: Path) -> str:
+    """What to do where a folder was given for a case."""
+    said = f"{folder} is a folder: expected a case file (TOML)"
+    if cases := sorted(folder.glob("*.toml")):
+        return f"{said}; it has {', '.join(str(case) for case in cases[:5])}"
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
+        return (
+            f"{said}; it holds a checkpoint, for which `reconcile inspect {folder} "
+            "--write-toml my-case.toml` writes one"
+        )
+    return f"{said}, or an embedded case: {', '.join(case_names())}"
 
 
 DERIVED = "derived:"

@@ -69,7 +69,8 @@ class Session:
         """Reconcile every candidate of the case.
 
         Args:
-            kernel: stands in for the case's kernel.
+            kernel: stands in for the case's kernel; the path of a file starts from the working
+                directory, as on the command line.
             engine: stands in for the case's engine.
             levels: levels to run, of ``op``, ``module``, ``model``.
             only: glob that restricts the candidates' modules.
@@ -82,8 +83,11 @@ class Session:
         """
         started = time.perf_counter()
         case = override(self.case, kernel=kernel, engine=engine, levels=levels)
-        if case.gate.accepted is not None:
-            accepted.load(case.gate.accepted)  # what is wrong with it is said before the work
+        gate = case.gate
+        if gate.accepted is not None:
+            file = case.base / gate.accepted
+            accepted.load(file)  # what is wrong with it is said before the work
+            gate = replace(gate, accepted=file)
         findings = []
         self.album = Album()
         notices = list(_restrictions(case, only))
@@ -99,7 +103,7 @@ class Session:
             if fail_fast and any(row.verdict is Verdict.FAIL for row in finding[0]):
                 break
         notices += self.album.notices()
-        report = assemble(case.case.name, findings, case.gate, command, started, tuple(notices))
+        report = assemble(case.case.name, findings, gate, command, started, tuple(notices))
         return replace(report, scope=scope([plan.record() for plan in plans]))
 
     @exits_refused()
@@ -160,9 +164,11 @@ def override(
 ) -> Case:
     """The case with what a caller gave in place of its own; None leaves it.
 
-    A kernel that takes the place of the case's is also the one that the gate requires.
+    A kernel that takes the place of the case's is also the one that the gate requires. The path of
+    its file starts from the working directory; one in a case file starts from that file.
     """
     if kernel is not None:
+        kernel = _from_here(kernel, case)
         case = case.with_candidate(kernel=kernel)
         required = tuple(dict.fromkeys(kernel for _ in case.gate.require))
         case = replace(case, gate=replace(case.gate, require=required))
@@ -171,6 +177,19 @@ def override(
     if levels is not None:
         case = replace(case, levels=replace(case.levels, run=_levels(levels)))
     return case if seed is None else replace(case, seed=seed)
+
+
+def _from_here(kernel: str, case: Case) -> str:
+    """A kernel's name with the path of its file made absolute."""
+    place, _, attribute = kernel.rpartition(":")
+    path, beside = Path(place).resolve(), case.base / place
+    if place and not path.is_file() and beside.is_file():
+        raise ConfigError(
+            f"{path}: no such file; paths start from the working directory. The case's folder has "
+            f"{beside}: give that path"
+        )
+    registry.check_kernel_name(kernel)
+    return f"{path}:{attribute}" if place.endswith(".py") else kernel
 
 
 def _levels(wanted: Iterable[str]) -> tuple[Any, ...]:

@@ -89,7 +89,10 @@ def match_modules(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
         found = {pattern} & modules.keys() or {name for name in modules if matches(name)}
         if not found:
             known = {".".join(name.split(".")[:3]) for name in modules if name}
-            raise TapError(f"no module matches {pattern!r}: {nearest(pattern, known)}")
+            raise TapError(
+                f"no module matches {pattern!r}: "
+                f"{nearest(pattern, known, '`model.named_modules()` lists all')}"
+            )
         called = {name for name in found if _is_called(modules[name])}
         if not called:
             raise TapError(f"{pattern!r} matches only containers, which are never called")

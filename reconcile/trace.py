@@ -520,8 +520,12 @@ class _LazyTensors(Mapping[str, Tensor]):
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to a temporary name beside ``path`` and rename it into place."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except BaseException:  # a full disk, Ctrl-C: no half of a file stays behind
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _read_manifest(root: Path) -> dict[str, Any]:

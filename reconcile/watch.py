@@ -58,14 +58,19 @@ class Event:
 class Checker:
     """Checks one case in child processes."""
 
-    def __init__(self, case: Path | str | None) -> None:
+    def __init__(self, case: Case | Path | str | None, *, only: str = "*") -> None:
         """Read the case and its checkpoint.
+
+        Args:
+            case: a case, a file, or an embedded one by name.
+            only: glob that restricts the candidates' modules.
 
         Raises:
             ReconcileError: the case or the checkpoint cannot be read.
         """
         torch.set_num_threads(1)  # a forked child must not wait for threads that it does not have
         self.session = Session(case, reference_folder=cache_directory() / "references")
+        self.only = only
         self.session.checkpoint()
 
     @property
@@ -84,7 +89,7 @@ class Checker:
         started = time.perf_counter()
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
-        child = context.Process(target=_child, args=(self.session, levels, sender), daemon=True)
+        child = context.Process(target=_child, args=(self, levels, sender), daemon=True)
         child.start()
         sender.close()
         try:
@@ -129,14 +134,14 @@ def _decoded(message: dict[str, Any], seconds: float) -> Event:
 # --------------------------------------------------------------------------- in the child
 
 
-def _child(session: Session, levels: tuple[str, ...], sender: Connection) -> None:
+def _child(checker: Checker, levels: tuple[str, ...], sender: Connection) -> None:
     """Send the events of one check; nothing of it outlives the process."""
     os.setpgrp()
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # the screen is the parent's
         os.dup2(silence, stream)
     try:
-        for message in _messages(session, levels):
+        for message in _messages(checker.session, checker.only, levels):
             sender.send(message)
     except ReconcileError as error:
         sender.send({"final": True, "error": str(error)})
@@ -145,8 +150,8 @@ def _child(session: Session, levels: tuple[str, ...], sender: Connection) -> Non
     sender.close()
 
 
-def _messages(session: Session, levels: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    kernels = [plan.kernel for plan in session.plans(session.case)]
+def _messages(session: Session, only: str, levels: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    kernels = [plan.kernel for plan in session.plans(session.case, only)]
     yield {"sources": [str(file) for kernel in kernels for file in kernel_sources(kernel)]}
     started = time.perf_counter()
     built = [_build(kernel) for kernel in kernels]
@@ -154,12 +159,12 @@ def _messages(session: Session, levels: tuple[str, ...]) -> Iterator[dict[str, A
         yield {"built": time.perf_counter() - started}
     wanted = levels or session.case.levels.run
     if wanted[0] == "op" and len(wanted) > 1:
-        report = session.run(levels=("op",), command="reconcile watch")
+        report = session.run(levels=("op",), only=only, command="reconcile watch")
         failed = report.verdict is Verdict.FAIL
         yield {"report": json.dumps(report.to_dict()), "final": failed}
         if failed:  # the funnel ends at the first level that fails: that is the one to repair
             return
-    report = session.run(levels=wanted, command="reconcile watch")
+    report = session.run(levels=wanted, only=only, command="reconcile watch")
     yield {"report": json.dumps(report.to_dict()), "final": True}
 
 
@@ -180,7 +185,8 @@ def _build(kernel: Kernel) -> bool:
 def watched_files(case: Case, sources: tuple[Path, ...]) -> tuple[Path, ...]:
     """Files whose change calls for another check: the kernels, the case and what it names."""
     prompts = case.model.prompts and case.base / case.model.prompts
-    files = (*sources, case.file, prompts, case.gate.accepted)
+    accepted = case.gate.accepted and case.base / case.gate.accepted
+    files = (*sources, case.file, prompts, accepted)
     return tuple(dict.fromkeys(file.resolve() for file in files if file is not None))
 
 

@@ -42,9 +42,19 @@ def config_help() -> str:
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Options that put something in place of the case's own."""
-    parser.add_argument("--kernel", help="kernel in place of the case's own")
+    parser.add_argument(
+        "--kernel",
+        help="kernel in place of the case's own: path/to/file.py:FUNCTION, package.module:ATTR, or "
+        "a name out of `reconcile kernels`",
+    )
     parser.add_argument("--engine", help="engine, or hardware | emulated | vendor | auto")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="only these modules")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="only modules that match")
+
+
+def add_choices(parser: argparse.ArgumentParser) -> None:
+    """What else may be put in place of the case's own where a case is judged."""
+    parser.add_argument("--level", help="levels to run, e.g. op,module,model")
+    parser.add_argument("--seed", type=seed_argument, help="seed of the random perturbations")
 
 
 def path_argument(text: str) -> Path:
@@ -68,13 +78,9 @@ def words(text: str) -> list[str]:
 
 def chosen_case(options: argparse.Namespace) -> Case:
     """The case that the options name, with their overrides."""
-    kernel = options.kernel
-    if kernel and kernel.rpartition(":")[0].endswith(".py"):  # relative to here, not to the case
-        place, _, attribute = kernel.rpartition(":")
-        kernel = f"{Path(place).resolve()}:{attribute}"
     return override(
         load_case(registry.case_file(options.config)),
-        kernel=kernel,
+        kernel=options.kernel,
         engine=options.engine,
         levels=words(options.level) if getattr(options, "level", None) is not None else None,
         seed=getattr(options, "seed", None),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reconcile.commands.common import command
-from reconcile.commands.output import add_output, chosen_formats, finish
+from reconcile.commands.output import add_output, check_output, finish
 from reconcile.session import compare_traces
 from reconcile.trace import Trace
 
@@ -21,7 +21,7 @@ def add(commands: Any) -> None:  # noqa: ANN401
 
 
 def _compare(options: argparse.Namespace) -> int:
-    chosen_formats(options.format)
+    check_output(options)
     reference = Trace.load(options.reference)
     candidates = [Trace.load(path) for path in options.candidates]
     return finish(compare_traces(reference, candidates, options.command_line), options)

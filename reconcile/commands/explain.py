@@ -15,7 +15,7 @@ from reconcile.commands.output import load_report
 from reconcile.diagnosis.linear import Failure
 from reconcile.diagnosis.reproducer import write_reproducer
 from reconcile.exceptions import ConfigError
-from reconcile.explain import explain, explain_row
+from reconcile.explain import explain, explain_row, taps
 from reconcile.grouped import GroupedWeight
 from reconcile.replay import Prepared
 from reconcile.report import ExitCode, Level, Report, Row, Verdict
@@ -28,7 +28,12 @@ def add(commands: Any) -> None:  # noqa: ANN401
     """Register the command."""
     parser = command(commands, "explain", _explain, "one tap of a run: causes, limits, elements")
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run directory")
-    parser.add_argument("tap", nargs="?", metavar="TAP", help="module path, with or without :port")
+    parser.add_argument(
+        "tap",
+        nargs="?",
+        metavar="TAP",
+        help="module path, with or without :port; without it: lists every tap",
+    )
     parser.add_argument(
         "--snapshot", type=Path, metavar="FILE", help="run a kept failing call again instead"
     )
@@ -41,11 +46,16 @@ def add(commands: Any) -> None:  # noqa: ANN401
 
 
 def _explain(options: argparse.Namespace) -> int:
-    if (options.snapshot is None) != (options.run is not None and options.tap is not None):
+    if (options.snapshot is None) != (options.run is not None):
         raise ConfigError("explain needs RUN and TAP, or --snapshot FILE alone")
     if options.snapshot is not None:
         return _again(options.snapshot)
     report = load_report(options.run)
+    if options.tap is None:
+        if options.reproducer is not None:
+            raise ConfigError("--reproducer needs RUN and TAP: the failing op to reproduce")
+        print(taps(report))
+        return ExitCode.PASS
     print(explain(report, options.tap))
     if options.reproducer is not None:
         print(f"reproducer: {_reproduce(report, options.tap, options.reproducer)}")

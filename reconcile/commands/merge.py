@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reconcile.commands.common import command
-from reconcile.commands.output import add_output, chosen_formats, finish, load_report
+from reconcile.commands.output import add_output, check_output, finish, load_report
 from reconcile.merge import merge
 
 
@@ -31,5 +31,5 @@ def add(commands: Any) -> None:  # noqa: ANN401
 
 
 def _merge(options: argparse.Namespace) -> int:
-    chosen_formats(options.format)
+    check_output(options)
     return finish(merge([load_report(path) for path in options.runs], options.require), options)

@@ -6,10 +6,11 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from reconcile import registry, snapshots
 from reconcile.commands.common import path_argument, words
@@ -28,6 +29,17 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "--out", type=path_argument, help="run directory (default .reconcile/runs/...)"
     )
     parser.add_argument("--format", default=",".join(FORMATS), help="html,json,junit,markdown")
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """ConfigError for formats or a place that nothing can be written to: said before the work."""
+    chosen_formats(options.format)
+    place = options.out or Path(".reconcile") / "runs"
+    there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise ConfigError(f"cannot write to {place}: {there} is a file; give --out DIR")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"cannot write to {place}: {there} is not writable; give --out DIR")
 
 
 def chosen_formats(text: str) -> tuple[str, ...]:
@@ -49,12 +61,9 @@ def finish(report: Report, options: argparse.Namespace, album: Album | None = No
         _point_latest(directory)
     render, _ = registry.reporter("terminal")
     main_file = next((path for path in written if path.suffix == ".html"), directory)
-    try:
-        print(f"{render(report).rstrip()}\nreport: {main_file}", flush=True)
-        if os.environ.get("GITHUB_ACTIONS") == "true":
-            _tell_github(report)
-    except BrokenPipeError:  # the reader has seen enough; the verdict stands
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(f"{render(report).rstrip()}\nreport: {main_file}", flush=True)
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        _tell_github(report)
     return report.exit_code
 
 
@@ -111,8 +120,25 @@ def load_report(run_path: Path) -> Report:
     """The report of a run directory or of a ``report.json``."""
     path = run_path if run_path.is_file() else run_path / "report.json"
     try:
-        return Report.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such report; give a run directory") from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a report of this version: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: unreadable, cut off or no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ConfigError(f"{path}: expected a report, got {type(body).__name__}")
+    try:
+        return Report.from_dict(body)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: not a report of this version of reconcile: {_first(error)}; read it with the "
+            "version that wrote it, or run again"
+        ) from error
+
+
+def _first(error: Exception) -> str:
+    """One line about a report that does not fit; of several findings the first."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    found = error.errors()[0]
+    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from reconcile.commands.common import command
+from reconcile.commands.common import (
+    add_choices,
+    add_overrides,
+    chosen_case,
+    command,
+    config_help,
+)
 from reconcile.commands.output import FORMATS, run_directory, write_report
 from reconcile.exceptions import ReconcileError
 from reconcile.report import ExitCode, Report
@@ -24,7 +32,9 @@ def add(commands: Any) -> None:  # noqa: ANN401
     parser = command(
         commands, "watch", _watch, "check a case again whenever its kernel changes, in seconds"
     )
-    parser.add_argument("config", nargs="?", help="case file (TOML) or an embedded case's name")
+    parser.add_argument("config", nargs="?", help=config_help())
+    add_overrides(parser)
+    add_choices(parser)
     parser.add_argument(
         "--checks", type=int, default=0, metavar="N", help="end after N checks; 0: with q"
     )
@@ -34,22 +44,25 @@ def _watch(options: argparse.Namespace) -> int:
     watcher = FileWatcher()
     try:
         with screen() as shown:
-            last = _Loop(options.config, watcher, shown, options.checks).run()
-    except KeyboardInterrupt:
-        return ExitCode.INTERNAL
+            last = _Loop(lambda: _checker(options), watcher, shown, options.checks).run()
     finally:
         watcher.close()
     return ExitCode.INCONCLUSIVE if last is None else last.exit_code
+
+
+def _checker(options: argparse.Namespace) -> Checker:
+    """Of the case as its files are now, with the overrides of the command line."""
+    return Checker(chosen_case(options), only=options.only)
 
 
 class _Loop:
     """Check, wait for a change or a key, check again."""
 
     def __init__(
-        self, config: str | None, watcher: FileWatcher, shown: Screen, checks: int
+        self, read: Callable[[], Checker], watcher: FileWatcher, shown: Screen, checks: int
     ) -> None:
-        self.config, self.watcher, self.shown, self.left = config, watcher, shown, checks
-        self.checker = Checker(config)
+        self.read, self.watcher, self.shown, self.left = read, watcher, shown, checks
+        self.checker = read()
         self.state = State(case=self.checker.case.case.name, levels=())
         self.sources: tuple[Path, ...] = ()
         self.previous: Report | None = None
@@ -57,14 +70,19 @@ class _Loop:
         """Changed files that no check has seen."""
 
     def run(self) -> Report | None:
-        """The report of the last check that gave one."""
+        """The report of the last check, None where it gave none; Ctrl-C ends it as q does."""
+        with suppress(KeyboardInterrupt):
+            self._watch()
+        unfinished = self.state.running or self.state.error
+        return None if unfinished else self.state.report
+
+    def _watch(self) -> None:
         again = True
         while again:
             self.left -= self._check()
             if self.left == 0:
                 break
             again = self._wait()
-        return None if self.state.error else self.state.report
 
     def _check(self) -> bool:
         """Whether a check ran to its end; one of files that changed meanwhile is given up."""
@@ -113,7 +131,7 @@ class _Loop:
         self.state.cause = ", ".join(sorted(file.name for file in files))
         if not files <= {source.resolve() for source in self.sources}:  # the case, its prompts
             try:
-                self.checker = Checker(self.config)
+                self.checker = self.read()
             except ReconcileError as error:
                 event = Event(seconds=0.0, final=True, error=str(error))
                 self._take(event)

@@ -39,7 +39,10 @@ class Suite:
         variants = [v for v in self.variants if fnmatchcase(v.id, only)]
         if not mutants and not variants:
             known = [m.id for m in self.mutants] + [v.id for v in self.variants]
-            raise ConfigError(f"--only {only!r} matches nothing: {nearest(only, known)}")
+            raise ConfigError(
+                f"--only {only!r} matches nothing: "
+                f"{nearest(only, known, 'a run without --only names all')}"
+            )
         return Suite(self.folder, tuple(mutants), tuple(variants))
 
 

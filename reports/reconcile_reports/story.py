@@ -21,7 +21,8 @@ _NOT_CHECKED = (
     Reason.VACUOUS,
 )
 """Reasons of rows from which nothing about the kernel follows."""
-_LEFT_OUT = ("declined:", "sampled:", "restricted to")
+_UNCHECKED = "not checked: "
+_LEFT_OUT = ("declined:", "sampled:", "restricted to", _UNCHECKED)
 """Beginnings of notices that say what a run left out."""
 _LONGEST = 160
 NONE_FITS = "none_fits"
@@ -110,7 +111,11 @@ def name(text: str) -> str:
 
 def not_checked(report: Report) -> list[str]:
     """What no verdict covers, and why: one line each."""
-    left_out = [one_line(text) for text in report.notices if text.startswith(_LEFT_OUT)]
+    left_out = [
+        one_line(text).removeprefix(_UNCHECKED)
+        for text in report.notices
+        if text.startswith(_LEFT_OUT)
+    ]
     declined = [text for text in left_out if text.startswith("declined:")]
     lines = [text for text in left_out if text not in declined]
     if declined:

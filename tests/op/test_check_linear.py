@@ -581,3 +581,14 @@ def test_more_faults_fail_with_a_bias_too(kernel):
 def test_a_contract_that_is_none_is_refused(fields):
     with pytest.raises(reconcile.ReconcileError):
         Contract(**fields)
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(8)])
+def test_a_bias_that_was_not_checked_is_said(bias):
+    weight = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    report = reconcile.check_linear(functional.linear, weight, bias=bias, probes="integer")
+    said = "not checked: bias (none was given; give bias=, or a weight that has one)"
+    assert report.verdict is Verdict.PASS
+    assert (said in report.explain()) is (bias is None)
+    shown = " ".join(registry.reporter("terminal")[0](report).split())
+    assert ("not checked bias (none was given;" in shown) is (bias is None)
