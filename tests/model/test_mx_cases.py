@@ -4,11 +4,13 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from small_checkpoints import first_layer, mxfp8_case, write
 
 import reconcile
 from reconcile.exceptions import CheckpointError
 from reconcile_references import derived
+from reconcile_references.fp8 import FP8_E4M3_BLOCK
 from reconcile_references.models import TransformersCheckpoint
 
 STAGES = {
@@ -113,3 +115,38 @@ def test_a_checkpoint_of_modelopt_that_is_not_serialised_is_refused(tmp_path):
     case = mxfp8_case(modelopt(tmp_path / "dense", dense))
     with pytest.raises(CheckpointError, match=r"missing tensors \(7\): .*weight_scale"):
         reconcile.run(case)
+
+
+def powers_of_two(name, weight):
+    """Block FP8 whose scales are the least powers of two under which nothing saturates."""
+    n, k = weight.shape
+    padded = torch.nn.functional.pad(weight.float().abs(), (0, -k % 128, 0, -n % 128))
+    largest = padded.reshape(-(-n // 128), 128, -(-k // 128), 128).amax((1, 3))
+    scales = torch.exp2(torch.ceil(torch.log2(largest / 448)))
+    codes = weight.float() / FP8_E4M3_BLOCK.spread(scales, (n, k))
+    return {
+        f"{name}.weight": codes.to(torch.float8_e4m3fn),
+        f"{name}.weight_scale_inv": scales,
+    }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "lossless"), [("mxfp8_npu", False), ("mxfp8_npu.scale_alg_1", True)]
+)
+def test_what_requantising_powers_of_two_loses(tmp_path, kernel, lossless):
+    """Nothing under ``rceil`` (scale_alg 1); under ``floor`` (0) the groups that saturate."""
+    source = dataclasses.replace(
+        derived.fp8_block,
+        declared=derived.fp8_block.declared | {"scale_fmt": "ue8m0"},
+        store=powers_of_two,
+        reshape=first_layer,
+    )
+    case = mxfp8_case(write(tmp_path / "powers", *source.derive()))
+    report = reconcile.Session(case).run(kernel=kernel, levels=["op"])
+    report.raise_for_verdict()
+    stages = [row.stats for row in report.rows if row.check == "requantise"]
+    assert len(stages) == 7
+    for stats in stages:
+        assert (stats["changed_share"] == 0) is lossless
+        assert (stats["sqnr_db"] == float("inf")) is lossless
+        assert (stats["saturating_share"] == 0) is lossless

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from reconcile import registry
 from reconcile.exceptions import CheckpointError, FormatError, KernelError, TapError
-from reconcile.grouped import GroupedWeight
+from reconcile.grouped import GroupedWeight, baseline_linear
 from reconcile.linears import DenseWeight
 from reconcile.routing import choice_of, forced_routing, routing_stats
 from reconcile.taps import taps
@@ -20,7 +20,7 @@ from reconcile_kernels.mxfp8_npu.experts import prepare_experts
 from reconcile_kernels.mxfp8_npu.linear import NPU_EMULATED
 from reconcile_references import derived
 from reconcile_references.checkpoint import read_tensors
-from reconcile_references.experts import split_experts
+from reconcile_references.experts import fused, split_experts
 
 SIZES = {
     "vocab_size": 32,
@@ -90,6 +90,33 @@ def test_experts_of_a_checkpoint_are_batched_linears():
     for name, weight in batched.items():
         noise = (weight.dequantize() - originals[name].double()).square().sum()
         assert -10 * math.log10(noise / originals[name].double().square().sum()) > 30
+
+
+def test_experts_that_are_stored_dense_compute_what_transformers_does():
+    """Expert by expert in the file, joined in the class that holds them."""
+    folder = derived.moe_master()
+    checkpoint = registry.model_source().load(folder)
+    assert not any("experts" in name for name in checkpoint.weights)
+    model = checkpoint.build(
+        torch.float32, lambda _, weight: baseline_linear(weight, torch.float32)
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.arange(5, 45)[None]
+    with torch.no_grad():
+        ours, expected = (m(input_ids=tokens).logits for m in (model, theirs.eval()))
+    assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_dense_expert_that_is_missing_or_of_another_shape_is_named():
+    tensors = read_tensors(derived.moe_master())
+    skeleton = tiny_mixture()
+    with pytest.raises(CheckpointError, match=r"missing tensors \(6\): model.layers.0.mlp.exp"):
+        fused(skeleton, tensors)  # six experts, the file has four
+    name = "model.layers.0.mlp.experts.2.up_proj.weight"
+    config = AutoConfig.for_model("qwen3_moe", **SIZES | {"num_experts": 4})
+    skeleton = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(CheckpointError, match=r"experts do not stack: .*size"):
+        fused(skeleton, tensors | {name: tensors[name][:, :64]})
 
 
 def rewritten(tmp_path, change):
