@@ -3,12 +3,14 @@
 They run where both packages are installed: ``make npu-cases`` runs this file there.
 """
 
+import importlib
 import importlib.util
 
 import pytest
 import torch
 
 import reconcile
+from reconcile.grouped import GroupedWeight
 from reconcile.probes import random_weight, synthetic
 from reconcile.registry import formats, kernel
 from reconcile.weight import QuantizedWeight
@@ -21,10 +23,10 @@ OURS = kernel("mxfp8_npu")
 needs_npu_packages = pytest.mark.skipif(not HERE, reason="torch_npu and vllm_ascend: make npu")
 
 
-def weight_of(shape, name="mxfp8_e4m3"):
+def weight_of(shape, name="mxfp8_e4m3", seed=0):
     form = formats()[name]
     seedling = synthetic(form, torch.zeros(shape), torch.ones(form.scale_shape(shape)))
-    made = random_weight(seedling, shape, torch.Generator().manual_seed(0))
+    made = random_weight(seedling, shape, torch.Generator().manual_seed(seed))
     return QuantizedWeight.from_tensors(made.codes, made.scales, format=form, shape=shape)
 
 
@@ -65,6 +67,51 @@ def test_the_published_class_lays_the_weight_out_as_ours_does():
     codes, scales = layout.pack(weight.codes, weight.scales)
     assert torch.equal(layer.weight.view(torch.uint8), codes)
     assert torch.equal(layer.weight_scale, scales)
+
+
+def mixture_layer(weights, scales):
+    """A layer of experts as vLLM hands it over, through vllm-ascend's own loading."""
+    PUBLISHED.prepare(weight_of((32, 64)), PUBLISHED.engines[0])  # imports the package
+    module = importlib.import_module("vllm_ascend.quantization.methods.w8a8_mxfp8")
+    method = object.__new__(module.AscendW8A8MXFP8DynamicFusedMoEMethod)  # asks for a device
+    layer = torch.nn.Module()
+    for name in ("w13", "w2"):
+        codes = weights[name].view(torch.float8_e4m3fn)
+        setattr(layer, f"{name}_weight", torch.nn.Parameter(codes, requires_grad=False))
+        held = torch.nn.Parameter(scales[name], requires_grad=False)
+        setattr(layer, f"{name}_weight_scale", held)
+    method.process_weights_after_loading(layer)
+    return layer
+
+
+@needs_npu_packages
+@pytest.mark.parametrize("part", ["w13", "w2"])
+def test_the_published_class_lays_experts_out_as_ours_does(part):
+    hidden, inner, experts = 192, 128, 3
+    shapes = {"w13": (2 * inner, hidden), "w2": (hidden, inner)}
+    mixture = {
+        name: GroupedWeight(
+            groups=tuple(weight_of(shape, seed=expert) for expert in range(experts)), name=name
+        )
+        for name, shape in shapes.items()
+    }
+    codes, scales = (
+        {n: torch.stack([getattr(g, field) for g in w.groups]) for n, w in mixture.items()}
+        for field in ("codes", "scales")
+    )
+    layer = mixture_layer(codes, scales)
+    ours = OURS.prepare(mixture[part], NPU_SCHEMAS)
+    assert torch.equal(getattr(layer, f"{part}_weight").view(torch.uint8), ours.codes)
+    assert torch.equal(getattr(layer, f"{part}_weight_scale"), ours.scales)
+
+
+@needs_npu_packages
+def test_the_published_class_has_no_layout_for_an_odd_number_of_groups():
+    """Three groups: the kernel says that it does not implement it (`fallback`)."""
+    codes = {n: torch.zeros(2, 64, 96, dtype=torch.uint8) for n in ("w13", "w2")}
+    scales = {n: torch.zeros(2, 64, 3, dtype=torch.uint8) for n in ("w13", "w2")}
+    with pytest.raises(RuntimeError, match="shape"):
+        mixture_layer(codes, scales)
 
 
 # --- the code of the engine ``npu``, without an NPU -----------------------------------------------
