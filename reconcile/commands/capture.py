@@ -11,6 +11,7 @@ from reconcile.capture_candidate import capture_candidate
 from reconcile.capture_reference import capture_reference
 from reconcile.case import Case
 from reconcile.commands.common import (
+    add_choices,
     add_overrides,
     chosen_case,
     command,
@@ -35,6 +36,7 @@ def add(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument("-o", "--output", type=path_argument, required=True, help="trace directory")
     parser.add_argument("--candidate", help="which candidate, where the case has several")
     add_overrides(parser)
+    add_choices(parser)
 
 
 def _capture(options: argparse.Namespace) -> int:

@@ -77,9 +77,16 @@ def _again(path: Path) -> int:
 def _reproduce(report: Report, tap: str, directory: Path) -> Path:
     """Load the case that the report's command names, and shrink the op's failing call."""
     row = _failing(report, tap)
-    case = chosen_case(_overrides(report.command))
+    options = _overrides(report.command)
+    if options.kernel:  # the row has the whole path: the command's may start from elsewhere
+        options.kernel = row.kernel
+    case = chosen_case(options)
     module = Tap.parse(row.tap).module
-    plan = next(plan for plan in Session(case).plans(case) if plan.config.kernel == row.kernel)
+    plans = Session(case).plans(case)
+    plan = next((p for p in plans if row.kernel in (p.config.kernel, p.kernel.name)), None)
+    if plan is None:
+        kernels = ", ".join(p.config.kernel for p in plans)
+        raise ConfigError(f"the run's kernel {row.kernel} is none of the case's now: {kernels}")
     weight = plan.checkpoint.weights[module]
     if isinstance(weight, GroupedWeight) or plan.engine is None:
         raise ConfigError(f"{module}: a reproducer is written for a plain linear that runs here")

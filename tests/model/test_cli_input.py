@@ -400,3 +400,39 @@ def test_a_watch_that_is_interrupted_ends_with_its_last_verdict(case, text, code
         time.sleep(0.3)
 
     assert _interrupted(["watch", str(case), "--level", "op"], judged) == (code, "")
+
+
+# --------------------------------------------------------------------------- as run does
+
+
+def test_capture_takes_the_levels_that_run_takes(case, cli):
+    only = ("--only", "*.0.mlp.up_proj", "--level", "op")
+    assert cli("capture", case, *only, "--side", "reference", "-o", "ref")[0] == 0
+    candidate = ("--side", "candidate", "--inputs", "ref", "-o", "cand")
+    assert cli("capture", case, *only, *candidate)[0] == 0
+    code, out, _ = cli("compare", "ref", "cand")
+    assert code == 0
+    assert "(only 1 of the model's 14 modules, only level op)" in " ".join(out.split())
+
+
+def test_a_reproducer_finds_the_kernel_from_another_folder(case, cli, monkeypatch):
+    Path("wrong.py").write_text(KERNEL.replace("1.0", "1.5"))
+    place, only = case.resolve(), ("--only", "*.0.mlp.up_proj", "--level", "op")
+    assert cli("run", place, "--kernel", "wrong.py:kernel", *only, "--out", "bad")[0] == 1
+    monkeypatch.chdir("mine")
+    code, _, err = cli(
+        *("explain", "../bad", "model.layers.0.mlp.up_proj", "--reproducer", "small")
+    )
+    assert (code, err) == (0, "")
+    assert Path("small/reproduce.py").is_file()
+
+
+def test_a_reproducer_of_a_kernel_that_the_case_no_longer_names(case, cli):
+    Path("mine/k.py").write_text(KERNEL.replace("1.0", "1.5"))
+    only = ("--only", "*.0.mlp.up_proj", "--level", "op")
+    assert cli("run", case, *only, "--out", "bad")[0] == 1
+    Path("mine/other.py").write_text(KERNEL)
+    case.write_text(CASE.replace("k.py", "other.py"))
+    code, _, err = cli("explain", "bad", "model.layers.0.mlp.up_proj", "--reproducer", "small")
+    assert code == 3
+    assert "the run's kernel k.py:kernel is none of the case's now: other.py:kernel" in err
