@@ -175,10 +175,17 @@ def worst_per_tap(report: Report) -> list[Indexed]:
 
 
 def most_used(report: Report) -> dict[Level, Row]:
-    """The row with the largest utilisation of each level that has one."""
+    """The row with the largest utilisation of each level that has one.
+
+    A result of other code than the kernel uses nothing of the kernel's limit.
+    """
     found: dict[Level, Row] = {}
     for level in levels(report):
-        rows = [item.row for item in at_level(report, level) if item.row.utilisation is not None]
+        rows = [
+            item.row
+            for item in at_level(report, level)
+            if item.row.utilisation is not None and item.row.reason is not Reason.FELL_BACK
+        ]
         if rows:
             found[level] = max(rows, key=utilisation_key)
     return found

@@ -21,7 +21,7 @@ from reconcile_kernels.mxfp8_npu import device, linear, operators
 from reconcile_references import derived
 from reconcile_references.fp8 import FP8_E4M3_BLOCK
 from reconcile_references.quantise import Fp8Rule
-from reconcile_reports import loading, terminal
+from reconcile_reports import loading, summary, terminal
 
 BLOCK = derived.fp8_block
 DOWN = "model.layers.0.mlp.down_proj"
@@ -108,6 +108,7 @@ def test_k_of_no_whole_groups_runs_dense_and_is_shown(tmp_path):
     step = {step.name: step for step in loading.steps(report)}["requantise"]
     assert (step.weights, step.wrong, step.fell_back) == (7, 0, ((reason, 1),))
     assert f"1 fell back ({reason})" in shown(report)
+    assert summary.most_used(report)["op"].utilisation <= 1  # of the kernel's own rows
     passed = {row.tap for row in rows(report, "op", verdict="PASS")}
     assert len(passed) == 6
 
