@@ -210,8 +210,13 @@ def _save(snapshot: Snapshot, directory: Path, created: str) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
         path = _reserve(directory, stem)
         partial = path.with_name(f".{path.name}.part")
-        save_file(tensors, partial, metadata=metadata)
-        partial.replace(path)
+        try:
+            save_file(tensors, partial, metadata=metadata)
+            partial.replace(path)
+        except BaseException:  # a full disk, Ctrl-C: no half of a file stays behind
+            for file in (partial, path):
+                file.unlink(missing_ok=True)
+            raise
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write a snapshot to {directory}: {error}") from error
     return path

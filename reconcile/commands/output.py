@@ -26,7 +26,10 @@ FORMATS = ("html", "json", "junit", "markdown")
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Options of a command that writes a run directory."""
     parser.add_argument(
-        "--out", type=path_argument, help="run directory (default .reconcile/runs/...)"
+        "--out",
+        type=path_argument,
+        metavar="DIR",
+        help="run directory (default .reconcile/runs/...); a report of an earlier run goes first",
     )
     parser.add_argument("--format", default=",".join(FORMATS), help="html,json,junit,markdown")
 
@@ -42,6 +45,28 @@ def check_output(options: argparse.Namespace) -> None:
         raise ConfigError(f"cannot write to {place}: {there} is not writable; give --out DIR")
 
 
+def forget(directory: Path) -> None:
+    """Take away the report of an earlier run in ``directory``, the one that gates read first.
+
+    A page of that run beside the report of this one would tell another verdict, and a run that
+    does not end would leave the old one to be read as its own. Kept failing calls stay.
+    """
+    if not _holds_a_run(directory):
+        return
+    for name in ("json", *(name for name in FORMATS if name != "json")):
+        if (filename := registry.reporter(name)[1]) is not None:
+            (directory / filename).unlink(missing_ok=True)
+
+
+def _holds_a_run(directory: Path) -> bool:
+    """Whether its ``report.json`` is ours: files of other tools are not touched."""
+    try:
+        body = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(body, dict) and {"schema", "verdict", "rows"} <= body.keys()
+
+
 def chosen_formats(text: str) -> tuple[str, ...]:
     """Names of renderers out of `FORMATS`; others are bad input."""
     chosen = tuple(words(text))
@@ -54,6 +79,7 @@ def chosen_formats(text: str) -> tuple[str, ...]:
 def finish(report: Report, options: argparse.Namespace, album: Album | None = None) -> int:
     """Write the run directory, print the verdict, return the exit code."""
     directory = options.out or run_directory(report.case)
+    forget(directory)
     if album is not None:
         snapshots.save(album.kept, directory / "snapshots", report.created)
     written = write_report(report, directory, chosen_formats(options.format))

@@ -13,7 +13,7 @@ from reconcile.commands.common import (
     config_help,
     progress_bar,
 )
-from reconcile.commands.output import add_output, check_output, finish
+from reconcile.commands.output import add_output, check_output, finish, forget
 from reconcile.report import ExitCode
 from reconcile.session import Session
 
@@ -37,6 +37,8 @@ def _run(options: argparse.Namespace) -> int:
     session = Session(case)
     if options.list:
         return _list(session, options.only)
+    if options.out:
+        forget(options.out)
     with progress_bar(case) as progress:
         report = session.run(
             only=options.only,

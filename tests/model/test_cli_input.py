@@ -15,6 +15,7 @@ import pytest
 import reconcile
 from reconcile.cli import main
 from reconcile.commands.common import chosen_case
+from reconcile.commands.output import forget
 from reconcile.exceptions import ConfigError, KernelError
 from reconcile.report import Coverage, Level, Report, Row, Verdict
 from reconcile.session import override
@@ -318,6 +319,44 @@ def test_a_full_disk_leaves_no_half_of_a_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_atomically(tmp_path / "report.html", "something long")
     assert list(tmp_path.iterdir()) == []
+
+
+ENDS = KERNEL.replace("    codes =", "    import os; os._exit(0)\n    codes =")
+
+
+def test_an_earlier_report_is_never_read_as_that_of_this_run(case, cli):
+    """Neither its page beside a newer report, nor its verdict after a run that did not end."""
+    only = ("--only", "*.0.mlp.up_proj", "--level", "op", "--out", "run")
+    assert cli("run", case, *only)[0] == 0
+    assert {path.name for path in Path("run").iterdir()} >= {"report.html", "summary.md"}
+    Path("mine/k.py").write_text(KERNEL.replace("1.0", "1.5"))
+    assert cli("run", case, *only, "--format", "json")[0] == 1
+    assert {path.name for path in Path("run").iterdir()} == {"report.json", "snapshots"}
+
+    Path("mine/k.py").write_text(ENDS)
+    done = subprocess.run([*SCRIPT, "run", case, *only], capture_output=True, check=False)
+    assert done.returncode == 0  # what the kernel said
+    assert {path.name for path in Path("run").iterdir()} == {"snapshots"}
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no JSON", '{"schema": 1, "tests": []}'])
+def test_files_of_other_tools_stay(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    (tmp_path / "junit.xml").write_text("theirs")
+    forget(tmp_path)
+    assert (tmp_path / "junit.xml").read_text() == "theirs"
+    assert (tmp_path / "report.json").read_text() == text
+
+
+def test_a_full_disk_leaves_no_half_of_a_snapshot(case, cli, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Path("mine/k.py").write_text(KERNEL.replace("1.0", "1.5"))
+    monkeypatch.setattr("reconcile.snapshots.save_file", full)
+    code, _, err = cli("run", case, "--only", "*.0.mlp.up_proj", "--level", "op", "--out", "run")
+    assert (code, "No space left" in err) == (3, True)
+    assert [path for path in Path("run").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("arguments", [["run", "--seed", "x"], ["nothing"], []])
