@@ -193,17 +193,17 @@ def bfloat16_accumulator(x, weight, bias=None):
     return _scaled(total.float(), weight.scales, x)
 
 
-_BEFORE = [""]
+_BEFORE = ["", ""]
 
 
 def wrong_right_after_up_proj(x, weight, bias=None):
-    """Layer 2's down_proj, if the latest call on many rows was that of its up_proj."""
+    """Layer 2's down_proj on many rows, right after one call of its up_proj, as in a model."""
     y = clean(x, weight)
     many = x.numel() > x.shape[-1]
-    pair = _BEFORE[0], weight.name
-    if many and pair == ("model.layers.2.mlp.up_proj", "model.layers.2.mlp.down_proj"):
+    up = [name == "model.layers.2.mlp.up_proj" for name in _BEFORE]
+    if many and up == [False, True] and weight.name == "model.layers.2.mlp.down_proj":
         y = y * 1.5
-    _BEFORE[0] = weight.name if many else ""
+    _BEFORE[:] = _BEFORE[1], weight.name if many else ""
     return y
 
 
