@@ -29,6 +29,15 @@ class Change(StrEnum):
     SAME = "same"
 
 
+_BAD = (Verdict.FAIL, Verdict.INCONCLUSIVE)
+_CHANGES = {
+    Verdict.FAIL: Change.NEWLY_FAILING,
+    Verdict.INCONCLUSIVE: Change.NEWLY_OPEN,
+    Verdict.PASS: Change.NEWLY_PASSING,
+}
+"""What a row became that was something else, or was not there."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
     """One row before and after; None where a side has no such row."""
@@ -49,16 +58,12 @@ class Pairing:
     def change(self) -> Change:
         """What happened, the worst first."""
         if self.before is None:
-            return Change.NEWLY_FAILING if _fails(self.after) else Change.NEW
+            return _CHANGES[self.row.verdict] if self.row.verdict in _BAD else Change.NEW
         if self.after is None:
             return Change.LOST
         was, now = self.before.verdict, self.after.verdict
         if was is not now:
-            return {
-                Verdict.FAIL: Change.NEWLY_FAILING,
-                Verdict.INCONCLUSIVE: Change.NEWLY_OPEN,
-                Verdict.PASS: Change.NEWLY_PASSING,
-            }[now]
+            return _CHANGES[now]
         return Change.MOVED if _numbers(self.before) != _numbers(self.after) else Change.SAME
 
     @property
@@ -115,13 +120,16 @@ class Difference:
     def exit_code(self) -> int:
         """1: something fails that did not; 2: something is lost or undecided; 0: neither.
 
-        Two reports without a common row are undecided.
+        Undecided are also two reports without a common row, and a later report that is
+        INCONCLUSIVE as a whole, e.g. for its coverage, where the earlier one was not.
         """
         counts = self.counts()
         if counts[Change.NEWLY_FAILING]:
             return ExitCode.FAIL
         common = any(item.before and item.after for item in self.pairings)
-        if counts[Change.NEWLY_OPEN] or counts[Change.LOST] or not common:
+        verdicts = (self.before.verdict, self.after.verdict)
+        lost = verdicts[1] is Verdict.INCONCLUSIVE and verdicts[0] is not Verdict.INCONCLUSIVE
+        if counts[Change.NEWLY_OPEN] or counts[Change.LOST] or lost or not common:
             return ExitCode.INCONCLUSIVE
         return ExitCode.PASS
 
@@ -159,10 +167,6 @@ def _keyed(rows: Iterable[Row], by_kernel: bool) -> dict[Key, int]:
         found[(*key, seen[key])] = index
         seen[key] += 1
     return found
-
-
-def _fails(row: Row | None) -> bool:
-    return row is not None and row.verdict is Verdict.FAIL
 
 
 def _numbers(row: Row) -> tuple[str, ...]:

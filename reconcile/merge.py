@@ -38,6 +38,8 @@ def merge(reports: Sequence[Report], require: Iterable[str] = ()) -> Report:
                 rows.append(row)
     required = tuple(dict.fromkeys([*(k for r in reports for k in r.required), *require]))
     notices = [notice for report in reports for notice in report.notices]
+    if len(files := _hashes(reports, "case file")) > 1:
+        notices.append(f"the runs are of different versions of the case file: {', '.join(files)}")
     if left_out:
         notices.append(f"{left_out} rows did not run on one machine and were compared on another")
     sources = [source for report in reports for source in report.provenance]
@@ -76,6 +78,17 @@ def _check(reports: Sequence[Report]) -> None:
         if len(values) > 1:
             shown = ", ".join(sorted(str(value)[:16] for value in values))
             raise ConfigError(f"the runs differ in their {what}: {shown}")
+    if len(inputs := _hashes(reports, "inputs")) > 1:
+        raise ConfigError(
+            f"the runs differ in their prompts, by the sha256 of the token ids: {', '.join(inputs)}"
+        )
+
+
+def _hashes(reports: Sequence[Report], what: str) -> list[str]:
+    """What the runs found of the files whose name in the provenance begins so."""
+    sides = [side for report in reports for side in report.provenance]
+    named = [(name, value[:16]) for side in sides for name, value in side.hashes.items()]
+    return sorted({value for name, value in named if name.startswith(what)})
 
 
 def _checkpoint(report: Report) -> str:

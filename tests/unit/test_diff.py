@@ -65,6 +65,8 @@ CHANGES = [
     ([fails("a")], [opens("a")], Change.NEWLY_OPEN, 2),
     ([row("b"), row("a")], [row("b")], Change.LOST, 2),
     ([row("b")], [row("b"), row("a")], Change.NEW, 0),
+    ([row("b")], [row("b"), opens("a")], Change.NEWLY_OPEN, 2),
+    ([row("b"), opens("c")], [row("b"), opens("c"), opens("a")], Change.NEWLY_OPEN, 2),
     ([row("a")], [row("b")], Change.LOST, 2),
     ([], [], None, 2),
 ]
@@ -77,6 +79,17 @@ def test_what_happened_to_a_row(before, after, change, code):
     if change is not None:
         assert "a" in [item.row.tap for item in found.having(change)]
     assert sum(found.counts().values()) == len(found.pairings)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"required_not_run": ("k",)}, {"coverage": Coverage(expected=2, compared=1)}],
+    ids=["required kernel", "coverage"],
+)
+def test_what_no_row_says_is_not_green(fields):
+    after = replace(report(row("a")), **fields)
+    assert difference(report(row("a")), after).exit_code == after.exit_code == 2
+    assert difference(after, after).exit_code == 0
 
 
 def test_nan_equals_nan_and_order_of_rows_does_not_matter():

@@ -1,5 +1,7 @@
 """Merging runs of several machines: what is kept, what is left out, what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from reconcile.exceptions import ConfigError
@@ -99,6 +101,18 @@ def test_a_module_is_covered_if_one_machine_compared_it(missing, compared):
 def test_runs_that_do_not_belong_together_are_refused(reports, what):
     with pytest.raises(ConfigError, match=what):
         merge(reports)
+
+
+def test_runs_of_other_prompts_are_refused_and_another_case_file_is_said():
+    def hashed(what, value):
+        found = report(row())
+        (side,) = found.provenance
+        return replace(found, provenance=(replace(side, hashes={what: value}),))
+
+    with pytest.raises(ConfigError, match="prompts"):
+        merge([hashed("inputs (token ids)", "1"), hashed("inputs (token ids)", "2")])
+    merged = merge([hashed("case file", "1"), hashed("case file", "2")])
+    assert any("different versions of the case file: 1, 2" in text for text in merged.notices)
 
 
 def test_a_merge_of_nothing_compared_is_no_pass():
