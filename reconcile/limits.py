@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reconcile.contract import UNIT_ROUNDOFF, Contract
+from reconcile.contract import DTYPES, UNIT_ROUNDOFF, Contract
 from reconcile.metrics import ErrorStats
 from reconcile.report import Limits
 from reconcile.rounding import neighbours, round_to
@@ -89,8 +89,19 @@ def error_bound(
     if "bias" in contract.epilogue:
         bound = bound + u * (y.abs() + bound)
     if contract.flush_subnormals:
-        bound = bound + (k + 1) * 2.0**-126 * torch.ones_like(bound)
-    return bound
+        bound = bound + (k + 1) * 2.0**-126
+    # fl(ab) = ab (1 + d) + n: a product that underflows is off by half a subnormal (Higham 2002, 2)
+    return bound + (k + 1) * half_smallest(contract.accumulator)
+
+
+def half_smallest(dtype: str) -> float:
+    """Half of the smallest subnormal: the largest error of a rounding that underflows.
+
+    >>> half_smallest("float32") == 2.0**-150
+    True
+    """
+    info = torch.finfo(DTYPES[dtype])
+    return info.smallest_normal * info.eps / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,6 +116,11 @@ def operand(x: Tensor, contract: Contract) -> Tensor:
     return x
 
 
+def _has_subnormals(weight: Tensor) -> bool:
+    size = weight.abs()
+    return bool(((size > 0) & (size < SMALLEST_NORMAL)).any())
+
+
 class ReferenceLinear(nn.Module):
     """y = x W^T (+ b) in the reference's dtype under the contract that holds for M rows.
 
@@ -131,6 +136,7 @@ class ReferenceLinear(nn.Module):
         self._decoded = {
             _treatment(regime): reference_weight(weight, regime, dtype) for regime in regimes
         }
+        self._has_subnormals = any(map(_has_subnormals, self._decoded.values()))
 
     def forward(self, x: Tensor) -> Tensor:
         """The exact layer, up to the rounding of ``dtype``."""
@@ -149,7 +155,18 @@ class ReferenceLinear(nn.Module):
     def magnitude(self, x: Tensor) -> Tensor:
         """S = sum_k |x_k| |w_k| (+ |b|), [..., N]: the yardstick of the bound."""
         bias = None if self._bias is None else self._bias.abs()
-        return functional.linear(self._operand(x).abs(), self.effective(_rows(x)).abs(), bias)
+        return functional.linear(self._operand(x).abs(), self.size(_rows(x)), bias)
+
+    def size(self, m: int) -> Tensor:
+        """|W| [N, K] of a call with ``m`` rows, as the bound counts it.
+
+        A weight that is subnormal in float32 counts as the smallest normal: the product of code
+        and scale is rounded as if it were.
+        """
+        size = self.effective(m).abs()
+        if not self._has_subnormals:
+            return size
+        return torch.where(size > 0, size.clamp_min(SMALLEST_NORMAL), size)
 
     def _operand(self, x: Tensor) -> Tensor:
         """X as the contract's products see it, in the reference's dtype."""

@@ -63,7 +63,8 @@ def _judge_impulse(
     y = x.amax(1, keepdim=True) * weight[:, probe.columns].T
     y[:, spoilt] = x @ weight[spoilt].T  # 0 * NaN and 0 * inf are NaN
     bias = probe.weight.bias
-    size = y.abs()
+    size = x.abs().amax(1, keepdim=True) * reference.size(len(x))[:, probe.columns].T
+    size = torch.where(y.isfinite(), size, y.abs())
     if bias is not None:
         y, size = y + bias.double(), size + bias.double().abs()
     finding = judge_bound(
@@ -147,7 +148,7 @@ def _judge_special(
     weight = reference.effective(x.shape[0])
     for row in (~finite).nonzero().flatten().tolist():
         (place,) = (~x[row].isfinite()).nonzero().flatten().tolist()
-        touched = weight[:, place] != 0
+        touched = weight[:, place].abs() >= SMALLEST_NORMAL  # a smaller one may underflow to 0
         lost = touched & ~_spread(candidate[row], float(x[row, place]) * weight[:, place], contract)
         if bool(lost.any()):
             first = int(lost.nonzero()[0])

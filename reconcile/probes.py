@@ -22,6 +22,8 @@ BUDGET = 2e10
 """Multiply-adds that one probe may cost; beyond it slabs of K are sampled."""
 SMALL_SCALES = (0.25, 0.5, 1.0, 2.0)
 """Powers of two that the integer probe uses as scales."""
+TAILS = (8, 16, 32)
+"""What a last block may hold besides one element more or less: the widths of vectors and tiles."""
 MARGIN = 64
 """Rows, columns and blocks on either side of which the edge sweep goes."""
 
@@ -217,18 +219,23 @@ def _stores(
 def edges(
     weight: AnyWeight, contract: Contract, dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[Probe]:
-    """Shapes at the borders: N and K one off a block, N = K, and M where kernels branch."""
+    """Shapes at the borders: N and K one off a block, N = K, and M where kernels branch.
+
+    Also two M that nobody can know: a kernel is not right because it is right at the others.
+    """
     n, k = weight.shape
     step_n, step_k = _steps(weight)
-    shapes = {(n, k)}
+    shapes = {(2 * step_n, 3 * step_k)}
     for rows in (step_n, 2 * step_n):
         for off in (-1, 0, 1):
             shapes |= {(rows + off, 2 * step_k), (rows + off, step_k + step_k // 2)}
     for columns in (step_k, 2 * step_k):
         for off in (-1, 0, 1):
             shapes.add((2 * step_n, columns + off))
+    shapes |= {(2 * step_n + off, 2 * step_k + off) for off in TAILS}
     shapes.add((2 * step_k, 2 * step_k))
-    counts = {1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129}
+    counts = {*range(1, 18), *(m + off for m in (32, 64, 128) for off in (-1, 0, 1))}
+    counts |= {24, 48, 257, *torch.randint(18, 127, (2,), generator=generator).tolist()}
     counts |= {m + off for m, _ in contract.by_batch for off in (0, 1)}
     for rows, columns in sorted(s for s in shapes if min(s) > 0 and s != (n, k)):
         made = random_weight(weight, (rows, columns), generator)
@@ -273,8 +280,7 @@ def specials(
     x = torch.randn(7, k, generator=generator, dtype=torch.float64)
     x[0], x[1] = 0.0, -0.0
     x[2] = x[2] * info.smallest_normal / 4
-    largest = min(info.max, torch.finfo(DTYPES[contract.accumulator]).max)
-    x[3] = torch.sign(x[3]) * 2.0 ** (math.log2(largest) // 2)
+    x[3] = torch.sign(x[3]) * 2.0 ** _large(weight, contract, info.max)
     x = x.to(dtype)
     x[4, torch.randint(k, (1,), generator=generator)] = torch.inf
     x[5, torch.randint(k, (1,), generator=generator)] = torch.nan
@@ -285,6 +291,14 @@ def specials(
         x=x,
         expect="special",
     )
+
+
+def _large(weight: AnyWeight, contract: Contract, largest: float) -> int:
+    """Exponent of an x that is large, and whose products no order of summation overflows."""
+    top = torch.finfo(DTYPES[contract.accumulator]).max
+    sums = float(weight.dequantize(torch.float64).abs().sum(1).max())
+    half = math.log2(min(largest, top)) // 2
+    return int(min(half, math.log2(top) - math.log2(max(sums, 1.0)) - 1))
 
 
 def layouts(weight: AnyWeight, dtype: torch.dtype, generator: torch.Generator) -> Iterator[Probe]:
@@ -298,7 +312,8 @@ def layouts(weight: AnyWeight, dtype: torch.dtype, generator: torch.Generator) -
         ("transposed", x.T.contiguous().T),
         ("in three dimensions, [2, 3, K]", x.view(2, 3, k)),
         ("in three dimensions, [1, 1, K]", x[:1].view(1, 1, k)),
-        ("in four dimensions, [2, 1, 3, K]", x.view(2, 1, 3, k)),
+        ("in three dimensions, [3, 2, K], a view of [2, 3, K]", x.view(2, 3, k).transpose(0, 1)),
+        ("in four dimensions, [3, 1, 2, K]", x.view(3, 1, 2, k)),
     )
     for layout, view in views:
         sees = f"strides and leading dimensions: x is {layout}"

@@ -167,9 +167,11 @@ class _GateItem(pytest.Item):
         self.user_properties.append((SUMMARY, _line(report)))
 
     def setup(self) -> None:
-        """Nothing compared, too little compared, or a required kernel that did not run."""
+        """Nothing passed, too little was compared, or a required kernel did not run."""
         report = self.report
-        if report.required_not_run or not report.covered or not report.rows:
+        passed = any(row.verdict is Verdict.PASS for row in report.rows)
+        nothing = report.verdict is Verdict.INCONCLUSIVE and not passed
+        if report.required_not_run or not report.covered or nothing:
             raise Inconclusive(report.explain(limit=0))
 
     def runtest(self) -> None:

@@ -592,3 +592,96 @@ def test_a_bias_that_was_not_checked_is_said(bias):
     assert (said in report.explain()) is (bias is None)
     shown = " ".join(registry.reporter("terminal")[0](report).split())
     assert ("not checked bias (none was given;" in shown) is (bias is None)
+
+
+def _float_kernel(x, weight, bias=None):
+    y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def _rows_of(x):
+    return x.numel() // x.shape[-1]
+
+
+WRONG_SOMEWHERE = {
+    **{f"M = {m}": lambda x, w, m=m: _rows_of(x) == m for m in (6, *range(7, 16), 24, 48, 257)},
+    **{f"K = {k}": lambda x, w, k=k: w.shape[1] == k for k in (136, 144, 160, 192)},
+    **{f"N = {n}": lambda x, w, n=n: w.shape[0] == n for n in (136, 144, 160)},
+    "batch of 3": lambda x, w: x.dim() == 4 and x.shape[0] == 3,
+    "view in 3 dimensions": lambda x, w: x.dim() == 3 and not x.is_contiguous(),
+}
+
+
+@pytest.mark.parametrize("where", WRONG_SOMEWHERE)
+def test_a_kernel_that_is_wrong_for_one_size_fails(where):
+    def kernel(x, weight, bias=None):
+        y = _float_kernel(x, weight)
+        return y * 1.5 if WRONG_SOMEWHERE[where](x, weight) else y
+
+    weight = torch.randn(40, 72).bfloat16()
+    report = reconcile.check_linear(
+        kernel, weight, probes=["edge", "layout"], diagnose=False, repeats=1
+    )
+    assert report.exit_code == 1
+
+
+def test_a_workspace_that_only_many_rows_share_fails():
+    kept = {}
+
+    def kernel(x, weight, bias=None):
+        y = _float_kernel(x, weight)
+        many = _rows_of(x) >= 64
+        return kept.setdefault(y.shape, torch.empty_like(y)).copy_(y) if many else y
+
+    report = reconcile.check_linear(kernel, torch.randn(40, 72).bfloat16(), probes=["bound"])
+    assert report.exit_code == 1
+    assert "a workspace is shared" in report.explain()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("scale", [1e-40, 1e-38, 1e-30, 1e30, 1e34])
+@pytest.mark.parametrize("form", ["fp8_e4m3_channel", "fp8_e4m3_block"])
+def test_a_right_kernel_is_never_called_wrong_at_extreme_scales(form, scale, dtype):
+    """Products that underflow are off by half a subnormal; sums that overflow are infinite."""
+    form = registry.formats()[form]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (64, 128), generator=generator)
+    codes = torch.where(codes & 127 == 127, 0, codes)
+    sizes = torch.rand(form.scale_shape((64, 128)), generator=generator) + 0.5
+    weight = synthetic(form, codes, (sizes * scale).float())
+
+    def kernel(x, weight, bias=None):
+        scales = form.spread(weight.scales, weight.shape)
+        values = form.decode(weight.unpacked(), torch.float32) * scales
+        return (x.float() @ values.T).to(x.dtype)
+
+    contract = Contract(scale_applied="before", output=dtype)
+    report = reconcile.check_linear(kernel, weight, contract=contract, dtype=dtype, diagnose=False)
+    assert list(report.failures()) == []
+
+
+@pytest.mark.parametrize("shape", [(300, 2), (1, 1), (64, 1), (2, 3)])
+@pytest.mark.parametrize("size", [1.0, 1e-38, 1e-40, 1e36])
+def test_a_right_float32_kernel_is_never_called_wrong(shape, size):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * size
+    contract = Contract(output="float32")
+    report = reconcile.check_linear(
+        lambda x, w, b=None: x @ w.T, weight, contract=contract, diagnose=False
+    )
+    assert list(report.failures()) == []
+
+
+def test_a_float16_infinity_that_the_bound_reaches_is_right():
+    """65519.99 rounds to 65504, the next but one float32 to infinity."""
+    weight = torch.tensor([[65504.0, 16 - 2.0**-7]]).half().repeat(8, 1)
+    weight[:4] = 1
+    x = torch.tensor([[1.0, 1.0]]).half()
+
+    def kernel(x, weight, bias=None):
+        y = x.float() @ weight.float().T
+        return (y * (1 + 2.0**-23)).half()
+
+    contract = Contract(output="float16")
+    options = {"probes": ["bound"], "batch_sizes": (4,), "diagnose": False}
+    report = reconcile.check_linear(kernel, weight, x=x, contract=contract, **options)
+    assert list(report.failures()) == []

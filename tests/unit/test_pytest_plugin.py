@@ -79,9 +79,13 @@ def test_every_row_is_an_item_and_the_gate_is_one_more(run_case):
         (report(row(), expected=2), {"errors": 1, "passed": 1}),
         (report(row(), required_not_run=("k",)), {"errors": 1, "passed": 1}),
         (report(), {"errors": 1}),
+        (
+            report(row(reason=Reason.VACUOUS), allowed=("a:out: x",), allowed_rows={0}),
+            {"errors": 1, "passed": 1},
+        ),
         (report(row(), expected=0, compared=0), {"errors": 1, "passed": 1}),
     ],
-    ids=["FAIL", "INCONCLUSIVE", "coverage", "required", "no rows", "nothing expected"],
+    ids=["FAIL", "INCONCLUSIVE", "coverage", "required", "no rows", "none passed", "none expected"],
 )
 def test_what_is_not_pass_is_not_green(run_case, result, outcomes):
     found = run_case(result)
