@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from reconcile import registry
-from reconcile.case import load_case
+from reconcile.case import Case, load_case
 from reconcile.check import check_linear
 from reconcile.check_batched import check_batched_linear
 from reconcile.contract import Contract
@@ -122,6 +122,8 @@ class CaseTrial:
     """What is replaced while the faulty candidate is captured and judged."""
     fresh: bool = False
     """The patch also holds while the checkpoint is read and the reference captured."""
+    change: Callable[[Case], Case] | None = None
+    """What is other than in the embedded case, e.g. the candidate's dtype; not with ``fresh``."""
 
     def run(self, *, faulty: bool) -> Seen:
         """The case with the faulty kernel or with its clean twin."""
@@ -140,10 +142,10 @@ class CaseTrial:
 
     def twin(self) -> Hashable:
         """Equal for trials whose clean twins are the same run."""
-        return (self.clean, self.levels, self.only)
+        return (self.clean, self.levels, self.only, self.change)
 
     def _report(self, kernel: str, session: Session | None = None) -> Report:
-        session = session or embedded_session()
+        session = session or (embedded_session() if self.change is None else _other(self.change))
         return session.run(kernel=kernel, levels=self.levels, only=self.only)
 
 
@@ -155,6 +157,12 @@ def _embedded() -> Session:
 
 embedded_session = functools.cache(_embedded)
 """The same, loaded once per process."""
+
+
+@functools.cache
+def _other(change: Callable[[Case], Case]) -> Session:
+    """The embedded case, changed; loaded once per process."""
+    return Session(change(embedded_session().case))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from unittest import mock
 import torch
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from reconcile.selftest import CaseTrial, Mutant
+from reconcile.selftest import CaseTrial, Mutant, Variant
+from reconcile.selftest.trials import embedded_session
 from reconcile_references.models import TransformersCheckpoint
 
 
@@ -18,7 +19,7 @@ def altered(change):
 
     def build(self, dtype, make_linear):
         model = original(self, dtype, make_linear)
-        if dtype is torch.bfloat16:
+        if dtype is not torch.float64:
             change(model)
         return model
 
@@ -121,6 +122,24 @@ def weight_before_the_cast(model):
         norm.forward = forward
 
 
+def rounds_before_the_weight(model):
+    """The normalised input is rounded to bfloat16, then multiplied by a float32 weight."""
+    norm = model.model.layers[2].post_attention_layernorm
+
+    def forward(x):
+        wide = x.float()
+        power = wide.square().mean(-1, keepdim=True)
+        rounded = (wide * torch.rsqrt(power + norm.variance_epsilon)).bfloat16()
+        return (norm.weight.float() * rounded.float()).to(x.dtype)
+
+    norm.forward = forward
+
+
+def in_float32(case):
+    """The candidate computes in float32: where it rounds to bfloat16 inside shows."""
+    return case.with_candidate(dtype="float32")
+
+
 def swapped_layers(model):
     layers = model.model.layers
     layers[2], layers[3] = layers[3], layers[2]
@@ -215,20 +234,22 @@ def window_of_16(model):
     attention.forward = run
 
 
+CLEAN = "reconcile_mutants.loaders:clean"
 QUICK = frozenset({"rope_pairs_of_one", "residual_missing", "layers_swapped", "final_norm_skipped"})
 """Mutants of the quick subset; each takes a run of the whole model."""
 
 
-def mutant(name, op, causes, source, text, patch):
+def mutant(name, op, causes, source, text, patch, change=None):
     return Mutant(
         id=f"modules/{name}",
         area="modules",
         source=source,
         patch=text,
         trial=CaseTrial(
-            faulty="reconcile_mutants.loaders:clean",
-            clean="reconcile_mutants.loaders:clean",
+            faulty=CLEAN,
+            clean=CLEAN,
             patch=patch,
+            change=change,
         ),
         op=op,
         causes=causes,
@@ -264,6 +285,13 @@ MUTANTS = (
         ("norm_weight_plus_one",),
         "vllm-project/vllm#42325: 1 + w or w",
         "1 is added to the weight of one norm of layer 2", altered(one_plus_weight),
+    ),
+    mutant(
+        "norm_rounds_early", "model.layers.2.post_attention_layernorm:out",
+        ("norm_rounding_order",),
+        "vllm-project/vllm#29810: the weight multiplied after the cast to bfloat16",
+        "one norm of layer 2 rounds to bfloat16 before its float32 weight",
+        altered(rounds_before_the_weight), in_float32,
     ),
     mutant(
         "rope_pairs", attention(0), ("rope_pairing",),
@@ -354,4 +382,42 @@ MUTANTS = (
         "vllm-project/vllm#46835: a part of the vocabulary is not loaded",
         "half of the head's rows are zero", altered(head_without_rows),
     ),
+)  # fmt: skip
+
+
+def own_layer(layer, x, **kwargs):
+    """The layer written anew, its sums in float32."""
+    y, _ = layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)
+    y = (x.float() + y.float()).to(x.dtype)
+    return (y.float() + layer.mlp(layer.post_attention_layernorm(y)).float()).to(x.dtype)
+
+
+def wide_attention(module, query, key, value, attention_mask, scaling, **_):
+    """Scores, weights and their sums in float32; one rounding at the end."""
+    count = module.num_key_value_groups
+    key, value = (x.repeat_interleave(count, 1).float() for x in (key, value))
+    scores = query.float() @ key.transpose(2, 3) * scaling
+    weights = (scores if attention_mask is None else scores + attention_mask.float()).softmax(-1)
+    y = (weights @ value).to(query.dtype)
+    return y.transpose(1, 2).contiguous(), weights.to(query.dtype)
+
+
+def variant(name, text, patch):
+    """The embedded model, changed in a way that is right."""
+
+    def run(_):
+        session = embedded_session()
+        session.run(kernel=CLEAN, levels=("op",))  # the reference is captured before the change
+        with patch():
+            return session.run(kernel=CLEAN)
+
+    return Variant(id=f"modules/{name}", what=text, run=run, seeds=1)
+
+
+VARIANTS = (
+    variant("weight_before_the_cast", "norms that round once, after the weight",
+            altered(weight_before_the_cast)),
+    variant("own_layer", "a layer written anew", altered(with_layer(3, own_layer))),
+    variant("wide_attention", "an attention that rounds once",
+            replaced("eager_attention_forward", wide_attention)),
 )  # fmt: skip
