@@ -169,7 +169,7 @@ def _rows(
             if probe.name == "impulse" and "100%" not in probe.sees and probe.amplitude == 1:
                 notices.append(f"sampled: impulse M={row.shape[0]}: {probe.sees}")
         if diagnose:
-            rows, left_out = with_diagnoses(rows, failed)
+            rows, left_out = with_diagnoses(rows, _with_sizes(rows, failed, subject.weight))
             notices += left_out
         if "batch" in chosen:
             rows.append(_batch(subject, seed))
@@ -436,6 +436,24 @@ def _failure(
         others=earlier,
     )
     return Failed(failure, (made, apart, regime), (made, (), regime) if apart else None)
+
+
+def _with_sizes(
+    rows: list[Row], failed: list[Failed | None], weight: AnyWeight
+) -> list[Failed | None]:
+    """The failures on the weight under test, with the M for which random activations fail."""
+    sizes = {verdict: set[int]() for verdict in Verdict}
+    for row in rows:
+        if row.check == "bound":
+            sizes[row.verdict].add(row.shape[0])
+    failing = tuple(sizes[Verdict.FAIL])
+    passing = tuple(sizes[Verdict.PASS] - sizes[Verdict.FAIL])
+    return [
+        item
+        if item is None or item.failure.weight is not weight
+        else replace(item, failure=replace(item.failure, failing=failing, passing=passing))
+        for item in failed
+    ]
 
 
 def _batch(subject: _Subject, seed: int) -> Row:

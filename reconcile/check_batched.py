@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reconcile.check import check_linear
 from reconcile.contract import Contract
-from reconcile.diagnosis.between_groups import explain_groups
+from reconcile.diagnosis.between_groups import explain_groups, explain_one
+from reconcile.diagnosis.engine import NONE_FITS
 from reconcile.exceptions import ConfigError
 from reconcile.grouped import GroupedReference, GroupedWeight, flat_rows
 from reconcile.judge import Finding, judge_bound
@@ -89,6 +90,7 @@ def check_batched_linear(
     if layout.diagnosis:  # what is between the groups explains what is seen of one of them
         rows = [layout, *(_blocked(row, layout.tap) for row in rows)]
     else:
+        rows = _of_other_groups(rows, kernel, weight, bias, options)
         rows.append(_blocked(layout, failing[0].tap) if failing else layout)
     return Report(
         case=f"check_batched_linear {getattr(kernel, '__name__', type(kernel).__name__)}",
@@ -150,9 +152,7 @@ def _layout(
     groups, n, k = weight.shape
     contract = options.get("contract") or getattr(kernel, "contract", None)
     promised: Contract = contract or Contract(output=str(weight.dtype).removeprefix("torch."))
-    generator = torch.Generator().manual_seed(int(options.get("seed", 0)))
-    x = torch.randn(ROWS, groups, k, generator=generator).to(weight.dtype)
-    given = [x.clone().transpose(0, 1), weight.clone(), *([] if bias is None else [bias.clone()])]
+    x, given = _strided(weight, bias, options)
     diagnosis: tuple[Diagnosis, ...] = ()
     try:
         y: Any = kernel(*given)
@@ -181,6 +181,47 @@ def _layout(
         utilisation=finding.utilisation,
         diagnosis=diagnosis,
     )
+
+
+def _of_other_groups(
+    rows: list[Row],
+    kernel: Callable[..., Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    options: dict[str, Any],
+) -> list[Row]:
+    """The rows; a group that nothing in it explains, with what it has of another group."""
+    unexplained = {
+        int(row.tap.removeprefix("linear.").removesuffix(":out"))
+        for row in rows
+        if row.verdict is Verdict.FAIL and row.diagnosis and row.diagnosis[0].name == NONE_FITS
+    }
+    if not unexplained:
+        return rows
+    x, given = _strided(weight, bias, options)
+    try:
+        y: Any = kernel(*given)
+        found = {g: explain_one(y, x, weight, bias, g) for g in unexplained}
+    except Exception:  # noqa: BLE001 - a kernel may raise anything; its rows stand as they are
+        return rows
+    by_tap = {f"linear.{g}:out": diagnosis for g, diagnosis in found.items() if diagnosis}
+    return [
+        replace(row, diagnosis=by_tap[row.tap])
+        if row.tap in by_tap and row.diagnosis and row.diagnosis[0].name == NONE_FITS
+        else row
+        for row in rows
+    ]
+
+
+def _strided(
+    weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """Random x [M, G, K] and the operands of a call on its view [G, M, K]."""
+    groups, _, k = weight.shape
+    generator = torch.Generator().manual_seed(int(options.get("seed", 0)))
+    x = torch.randn(ROWS, groups, k, generator=generator).to(weight.dtype)
+    given = [x.clone().transpose(0, 1), weight.clone(), *([] if bias is None else [bias.clone()])]
+    return x, given
 
 
 def _judge_layout(

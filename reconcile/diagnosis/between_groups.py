@@ -40,6 +40,33 @@ def explain_groups(
     return tuple(sorted(found, key=lambda item: -item.explains))
 
 
+def explain_one(
+    y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, group: int
+) -> tuple[Diagnosis, ...]:
+    """The operands of another group that explain a wrong result of one, all as above."""
+    came, view = y[group].to(torch.float64), x.transpose(0, 1).to(torch.float64)
+    wide = weight.to(torch.float64)
+    extra = torch.zeros(weight.shape[:2]) if bias is None else bias
+    added = extra.to(torch.float64)
+    error = (came - view[group] @ wide[group].T - added[group]).square().sum()
+    found = []
+    for other in (g for g in range(len(weight)) if g != group):
+        for what, result in (
+            ("weight", view[group] @ wide[other].T + added[group]),
+            ("weight and bias", view[group] @ wide[other].T + added[other]),
+            ("activations", view[other] @ wide[group].T + added[group]),
+            ("result", view[other] @ wide[other].T + added[other]),
+        ):
+            explains = float(1 - (came - result).square().sum() / error)
+            text = f"group {group} has the {what} of group {other}"
+            where = {"group": group, "source": other, "operand": what}
+            found.append(
+                Diagnosis(name="group_shifted", explains=explains, text=text, parameters=where)
+            )
+    best = sorted(found, key=lambda item: -item.explains)[:1]
+    return tuple(item for item in best if item.explains >= ENOUGH)
+
+
 def _exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = torch.einsum("gmk,gnk->gmn", x.to(torch.float64), weight.to(torch.float64))
     return y if bias is None else y + bias.to(torch.float64)[:, None]

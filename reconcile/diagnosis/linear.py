@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import Contract
+from reconcile.diagnosis.by_rows import MOST_CALLS, regime, resized
 from reconcile.diagnosis.engine import NONE_FITS, SECONDS, Energy, diagnose
-from reconcile.diagnosis.evidence import Call, LinearEvidence, Pair, gather
+from reconcile.diagnosis.evidence import Call, LinearEvidence, Pair, Seen, gather, right_model
 from reconcile.diagnosis.families import linear_hypotheses
 from reconcile.grouped import PlainWeight
 from reconcile.replay import Call as Outcome
@@ -21,6 +23,8 @@ NUMERIC = (Reason.OVER_LIMIT, Reason.BIAS, Reason.NONFINITE, Reason.UNWRITTEN)
 """Reasons whose cause shows in numbers; the others are causes themselves."""
 NOT_DIAGNOSED = "not_diagnosed"
 """Name of the note that stands in where the diagnosis itself failed."""
+ROWS_SECONDS = 2.0
+"""Processor time for finding out which numbers of rows fail."""
 FEW_ROWS = 48
 MOST_ROWS = 512
 """Random rows that stand in for as many impulses or more; more of them where few show nothing."""
@@ -52,6 +56,10 @@ class Failure:
     """Earlier calls of the same kernel."""
     unwritten: str = ""
     """Which elements poison showed to be unwritten, in words; empty: none, or not asked."""
+    failing: tuple[int, ...] = ()
+    """Numbers of rows with which calls like this one failed."""
+    passing: tuple[int, ...] = ()
+    """Numbers of rows with which they passed."""
 
 
 def diagnose_failure(failure: Failure, seconds: float = SECONDS) -> tuple[Diagnosis, ...]:
@@ -64,7 +72,47 @@ def diagnose_failure(failure: Failure, seconds: float = SECONDS) -> tuple[Diagno
             found = diagnose(evidence_of(failure), linear_hypotheses(), seconds)
     except Exception as error:  # noqa: BLE001 - the verdict must stand whatever happens here
         found = (note(error),)
-    return _with_poison(failure, found)
+    return _with_rows(failure, _with_poison(failure, found))
+
+
+def _with_rows(failure: Failure, found: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:
+    """The first diagnosis, which says for which numbers of rows it fails if not for all."""
+    if not found:
+        return found
+    try:
+        with torch.no_grad():
+            seen = regime(failure.failing, failure.passing, _trials(failure))
+    except Exception:  # noqa: BLE001 - what it is about may fail as it likes
+        return found
+    if seen is None:
+        return found
+    text, more = f"{found[0].text}; {seen.text}", {"m": seen.m}
+    return (replace(found[0], text=text, parameters=found[0].parameters | more), *found[1:])
+
+
+def _trials(failure: Failure) -> Callable[[int], bool | None]:
+    """The failing rows in calls of other sizes: whether anything lies outside the bound."""
+    until, k = time.process_time() + ROWS_SECONDS, failure.weight.shape[1]
+    x, y = failure.x.reshape(-1, k), failure.y.reshape(-1, failure.y.shape[-1])
+    call = _caller(failure.prepare(failure.weight))
+    worst = int(_outside(failure, x, y).sum(1).argmax())
+    tried: dict[int, bool | None] = {}
+
+    def fails(m: int) -> bool | None:
+        if m not in tried and len(tried) < MOST_CALLS and time.process_time() < until:
+            rows = resized(x, worst, m)
+            got = call(rows.clone())
+            tried[m] = None if got is None else bool(_outside(failure, rows, got).any())
+        return tried.get(m)
+
+    return fails
+
+
+def _outside(failure: Failure, x: Tensor, y: Tensor) -> Tensor:
+    """Which outputs [M, N] are not what the reference allows."""
+    model = right_model(failure.weight, failure.contract.at(len(x)))
+    exact, bound = model.exact(x)
+    return Seen.of(y).excess(exact, bound, model) > 0
 
 
 def _with_poison(failure: Failure, found: tuple[Diagnosis, ...]) -> tuple[Diagnosis, ...]:

@@ -11,18 +11,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
+from reconcile.contract import Contract
 from reconcile.diagnosis.engine import NONE_FITS, SURE
 from reconcile.diagnosis.hypothesis import few
+from reconcile.diagnosis.linear import Failure, diagnose_failure
 from reconcile.diagnosis.norm_fits import diagnose_norm
 from reconcile.diagnosis.pristine import pristine
 from reconcile.diagnosis.variations import first_wrong, variations, varied, windows
-from reconcile.grouped import reference_linear
+from reconcile.grouped import baseline_linear, reference_linear
+from reconcile.linears import DenseWeight
 from reconcile.norms import KIND
 from reconcile.passes import Stream
 from reconcile.plan import Plan
 from reconcile.ports import output_tap, ports
+from reconcile.replay import Call
 from reconcile.report import Diagnosis, Level, Row, Verdict
 from reconcile.routing import forced_routing
 from reconcile.steps import Step
@@ -110,6 +115,18 @@ def _ranked(found: Sequence[Diagnosis]) -> tuple[Diagnosis, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Again:
+    """A module of the candidate's model, called alone."""
+
+    module: nn.Module
+
+    def call(self, x: Tensor) -> Call:
+        """Rows [M, K] to what the module gives, [M, N]."""
+        device = next(self.module.parameters()).device
+        return Call(output=self.module(x.to(device)).cpu())
+
+
+@dataclass(frozen=True, slots=True)
 class _Bench:
     """The reference model, on which mistakes are tried."""
 
@@ -136,6 +153,10 @@ class _Bench:
         module = Tap.parse(row.tap).module
         part = module if module in self.plan.parts else module.rpartition(".")[0]
         given = ports(r, part, "in")
+        alone = self.model.get_submodule(module)
+        if isinstance(alone, nn.Linear):
+            y = candidate.select("isolated")[row.pass_].tensors[row.tap]
+            return self._linear(alone, module, given[main_input(given)], y)
         error = float((c - right).square().sum())
         found = []
         routers, routed = self.plan.checkpoint.structure.routers, reference.select("chained")
@@ -153,6 +174,25 @@ class _Bench:
                     share = 1 - float((c - y.double()).square().sum()) / error
                     found.append(_diagnosis(name, where, text, share))
         return _with_replaced(_ranked(found), replaced)
+
+    def _linear(self, right: nn.Linear, module: str, x: Tensor, y: Tensor) -> tuple[Diagnosis, ...]:
+        """A linear that no kernel computes, such as the head: the candidate's is called again."""
+        plan = self.plan
+        built = plan.checkpoint.build(plan.dtype, lambda _, w: baseline_linear(w, plan.dtype))
+        again = _Again(built.to(plan.config.device).get_submodule(module))
+        rows, out = x.reshape(-1, x.shape[-1]).to(plan.dtype), y.reshape(-1, y.shape[-1])
+        held: Tensor | None = right.bias
+        same = again.call(rows).output
+        if held is not None or same is None or not torch.equal(same.cpu(), out):
+            return ()  # what is called here is not what ran, or its weight cannot be read out
+        failure = Failure(
+            weight=DenseWeight(tensor=right.weight.detach(), name=module),
+            contract=Contract(output=str(plan.dtype).removeprefix("torch.")),
+            x=rows,
+            y=out,
+            prepare=lambda _: again,
+        )
+        return tuple(_in_module(item, module) for item in diagnose_failure(failure))
 
     def _step(self, key: str) -> Step | None:
         steps = (step for ids in self.plan.prompts for step in self.plan.steps(ids))

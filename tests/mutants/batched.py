@@ -124,7 +124,7 @@ def square():
 
 MUTANTS = (
     mutant(
-        "last_group", last_group_reads_its_neighbour, "linear.3:out", (),
+        "last_group", last_group_reads_its_neighbour, "linear.3:out", ("group_shifted",),
         "tgale96/grouped_gemm#36: a group gets another group's operand",
         "the last group multiplies by the weight of the one before",
     ),
