@@ -169,7 +169,7 @@ def _rows(
             if probe.name == "impulse" and "100%" not in probe.sees and probe.amplitude == 1:
                 notices.append(f"sampled: impulse M={row.shape[0]}: {probe.sees}")
         if diagnose:
-            rows, left_out = with_diagnoses(rows, _with_sizes(rows, failed, subject.weight))
+            rows, left_out = with_diagnoses(rows, _with_sizes(rows, failed))
             notices += left_out
         if "batch" in chosen:
             rows.append(_batch(subject, seed))
@@ -438,10 +438,8 @@ def _failure(
     return Failed(failure, (made, apart, regime), (made, (), regime) if apart else None)
 
 
-def _with_sizes(
-    rows: list[Row], failed: list[Failed | None], weight: AnyWeight
-) -> list[Failed | None]:
-    """The failures on the weight under test, with the M for which random activations fail."""
+def _with_sizes(rows: list[Row], failed: list[Failed | None]) -> list[Failed | None]:
+    """The failures with the numbers of rows for which random activations fail, and pass."""
     sizes = {verdict: set[int]() for verdict in Verdict}
     for row in rows:
         if row.check == "bound":
@@ -449,8 +447,8 @@ def _with_sizes(
     failing = tuple(sizes[Verdict.FAIL])
     passing = tuple(sizes[Verdict.PASS] - sizes[Verdict.FAIL])
     return [
-        item
-        if item is None or item.failure.weight is not weight
+        None
+        if item is None
         else replace(item, failure=replace(item.failure, failing=failing, passing=passing))
         for item in failed
     ]

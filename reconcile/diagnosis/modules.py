@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from reconcile.capture_candidate import prepare_all
 from reconcile.contract import Contract
 from reconcile.diagnosis.engine import NONE_FITS, SURE
 from reconcile.diagnosis.hypothesis import few
@@ -21,13 +22,13 @@ from reconcile.diagnosis.linear import Failure, diagnose_failure
 from reconcile.diagnosis.norm_fits import diagnose_norm
 from reconcile.diagnosis.pristine import pristine
 from reconcile.diagnosis.variations import first_wrong, variations, varied, windows
-from reconcile.grouped import baseline_linear, reference_linear
+from reconcile.grouped import StoredWeight, baseline_linear, reference_linear
 from reconcile.linears import DenseWeight
 from reconcile.norms import KIND
 from reconcile.passes import Stream
 from reconcile.plan import Plan
 from reconcile.ports import output_tap, ports
-from reconcile.replay import Call
+from reconcile.replay import Call, KernelLinear, Prepared
 from reconcile.report import Diagnosis, Level, Row, Verdict
 from reconcile.routing import forced_routing
 from reconcile.steps import Step
@@ -178,7 +179,14 @@ class _Bench:
     def _linear(self, right: nn.Linear, module: str, x: Tensor, y: Tensor) -> tuple[Diagnosis, ...]:
         """A linear that no kernel computes, such as the head: the candidate's is called again."""
         plan = self.plan
-        built = plan.checkpoint.build(plan.dtype, lambda _, w: baseline_linear(w, plan.dtype))
+        ready = prepare_all(plan)
+
+        def linear(name: str, stored: StoredWeight) -> nn.Module:
+            plain = baseline_linear(stored, plan.dtype)
+            prepared = ready.get(name)
+            return KernelLinear(prepared, plain) if isinstance(prepared, Prepared) else plain
+
+        built = plan.checkpoint.build(plan.dtype, linear)
         again = _Again(built.to(plan.config.device).get_submodule(module))
         rows, out = x.reshape(-1, x.shape[-1]).to(plan.dtype), y.reshape(-1, y.shape[-1])
         held: Tensor | None = right.bias

@@ -92,13 +92,26 @@ def _ops(plan: Plan, reference: Trace, candidate: Trace, rows: Sequence[Row]) ->
             continue
         in_time = not known or time.process_time() - started < SECONDS
         if module not in known and len(known) < MOST_OPS and in_time:
-            known[module] = _op(plan, reference, candidate, row, module)
+            known[module] = _op(plan, reference, candidate, row, module, _sizes(rows, row.tap))
         done.append(replace(row, diagnosis=known.get(module, ())))
     return tuple(done)
 
 
+def _sizes(rows: Sequence[Row], tap: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of rows with which an op fails, and those with which it passes."""
+    seen = [row for row in rows if row.tap == tap and row.check == "isolated" and row.shape]
+    failing = {row.shape[0] for row in seen if row.verdict is Verdict.FAIL}
+    passing = {row.shape[0] for row in seen if row.verdict is Verdict.PASS}
+    return tuple(failing), tuple(passing - failing)
+
+
 def _op(
-    plan: Plan, reference: Trace, candidate: Trace, row: Row, module: str
+    plan: Plan,
+    reference: Trace,
+    candidate: Trace,
+    row: Row,
+    module: str,
+    sizes: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> tuple[Diagnosis, ...]:
     """The diagnosis of the op of one failing row."""
     isolated = row.check != "chained"
@@ -134,6 +147,8 @@ def _op(
         prepare=lambda given: Prepared.attempt(kernel, engine, given, plan.dtype),
         others=tuple(others),
         unwritten=row.text if row.reason is Reason.UNWRITTEN else "",
+        failing=sizes[0],
+        passing=sizes[1],
     )
     return diagnose_failure(failure)
 

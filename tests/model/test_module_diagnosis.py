@@ -137,6 +137,11 @@ def overflowing_norm(layer, model):
     norm.forward = forward
 
 
+def half_a_vocabulary(layer, model):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
+    model.lm_head.weight[128:] = 0
+
+
 def next_layer(layer, model):
     layers = model.model.layers
     layers[2], layers[3] = layers[3], layers[2]
@@ -235,6 +240,7 @@ MODULES = [
     ("no scale", no_scale, "attention_scale", f"{LAYER}.self_attn"),
     ("no residual", no_residual, "residual_missing", f"{LAYER}.mlp"),
     ("final norm", norm_left_out, "final_norm", "model.norm"),
+    ("half of the head", half_a_vocabulary, "n_tail_dropped", "lm_head"),
 ]
 
 
