@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, ClassVar, Protocol, Self
+from uuid import uuid4
 from weakref import finalize
 
 import numpy as np
@@ -151,7 +152,7 @@ class Trace:
         root = Path(directory)
         manifest = _read_manifest(root)
         try:
-            passes = [_load_pass(root, entry) for entry in manifest["passes"]]
+            passes = [_load_pass(root, entry, manifest.get("id")) for entry in manifest["passes"]]
             provenance = manifest["provenance"]
             return cls(
                 provenance=None if provenance is None else _provenance(provenance),
@@ -343,6 +344,7 @@ class TraceWriter:
             raise TraceError(f"cannot write a trace to {self.root}: {error}") from error
         for stale in self.root.glob(".pass-*.part"):  # of a capture that was killed
             stale.unlink()
+        self._id = uuid4().hex
         self._entries: list[dict[str, Any]] = []
         self._shard: _ShardWriter | None = None
         self._taps: list[dict[str, Any]] = []
@@ -372,7 +374,8 @@ class TraceWriter:
         """Open the shard of a pass; one that was left open is removed."""
         if self._shard is not None:
             self._shard.discard()
-        self._shard = _ShardWriter(self.root / f"pass-{len(self._entries):04d}.safetensors")
+        path = self.root / f"pass-{len(self._entries):04d}.safetensors"
+        self._shard = _ShardWriter(path, self._id)
         self._taps = []
         self._open = (key, kind)
 
@@ -410,6 +413,7 @@ class TraceWriter:
         """Write the manifest: from here on the trace exists."""
         body = {
             "schema": SCHEMA,
+            "id": self._id,
             "provenance": None if provenance is None else asdict(provenance),
             "facts": dict(facts),
             "passes": self._entries,
@@ -421,13 +425,14 @@ class TraceWriter:
 class _ShardWriter:
     """One safetensors file written front to back, its header last."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, trace: str) -> None:
+        """``trace``: identity of the trace that the shard is a part of."""
         self.path = path
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._file: IO[bytes] = self._partial.open("wb", buffering=0)
         self._file.seek(HEADER_RESERVE)
         self._offset = 0
-        self._header: dict[str, Any] = {}
+        self._header: dict[str, Any] = {"__metadata__": {"trace": trace}}
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Append the tensor's bytes; TraceError for a dtype that safetensors lacks."""
@@ -491,11 +496,14 @@ class _ShardWriter:
 class _LazyTensors(Mapping[str, Tensor]):
     """The tensors of one shard, read from the mapped file when asked for."""
 
-    def __init__(self, path: Path, taps: Mapping[str, str]) -> None:
-        """``taps``: by tap, the name under which the shard holds it."""
+    def __init__(self, path: Path, taps: Mapping[str, str], trace: str | None) -> None:
+        """``taps``: by tap, the name under which the shard holds it; ``trace``: whose shard."""
         self._path = path
         self._taps = dict(taps)
         self._shard = self._opened()
+        found = (self._shard.metadata() or {}).get("trace")
+        if found != trace:
+            raise TraceError(f"{path}: the shard of another capture than its manifest's")
         missing = sorted(set(self._taps.values()) - set(self._shard.keys()))
         if missing:
             raise TraceError(f"{path}: the manifest names tensors that it lacks: {missing[:5]}")
@@ -543,7 +551,7 @@ def _read_manifest(root: Path) -> dict[str, Any]:
     return manifest
 
 
-def _load_pass(root: Path, entry: dict[str, Any]) -> Pass:
+def _load_pass(root: Path, entry: dict[str, Any], trace: str | None) -> Pass:
     name = entry["shard"]
     if Path(name).name != name:
         raise TraceError(f"{root / 'manifest.json'}: a shard must lie beside it, got {name!r}")
@@ -551,7 +559,7 @@ def _load_pass(root: Path, entry: dict[str, Any]) -> Pass:
     return Pass(
         key=entry["key"],
         kind=entry["kind"],
-        tensors=_LazyTensors(root / name, taps),
+        tensors=_LazyTensors(root / name, taps, trace),
         strides={item["tap"]: tuple(item["stride"]) for item in entry["taps"]},
         meta=entry["meta"],
     )

@@ -413,3 +413,16 @@ def test_visit_passes_over_what_holds_no_tensor():
         [None, 1, "ab", {1: {2}}, object(), Trace, print], "out", lambda *a: seen.append(a)
     )
     assert seen == []
+
+
+def test_a_shard_of_an_earlier_capture_is_refused(tmp_path):
+    """Same names and shapes: a copy that took only some files of a new capture."""
+    for name, value in (("old", 1.0), ("new", 2.0)):
+        Trace(passes=[Pass("k", "chained", {"a:out": torch.full((4,), value)})]).save(
+            tmp_path / name
+        )
+    shard = "pass-0000.safetensors"
+    (tmp_path / "new" / shard).write_bytes((tmp_path / "old" / shard).read_bytes())
+    assert Trace.load(tmp_path / "old").passes[0].tensors["a:out"].sum() == 4
+    with pytest.raises(TraceError, match="another capture"):
+        Trace.load(tmp_path / "new")
