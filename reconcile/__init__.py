@@ -1,19 +1,19 @@
 """Layer-by-layer numerical reconciliation of quantised kernels against a PyTorch reference."""
 
 from reconcile.case import Case, load_case
-from reconcile.check import check_linear
-from reconcile.check_batched import check_batched_linear
+from reconcile.checking.batched import check_batched_linear
+from reconcile.checking.linear import check_linear
 from reconcile.compare import compare
 from reconcile.contract import Contract
 from reconcile.exceptions import ReconcileError
 from reconcile.fallback import fell_back
 from reconcile.grouped import GroupedWeight
 from reconcile.kernel import Engine, Kernel, LinearSpec, Support
-from reconcile.metrics import ErrorStats, error_stats
+from reconcile.numbers.metrics import ErrorStats, error_stats
 from reconcile.report import Limits, Reason, Report, Row, Verdict
 from reconcile.session import Session, run
-from reconcile.taps import taps
-from reconcile.trace import Pass, Tap, Trace
+from reconcile.tracing.taps import taps
+from reconcile.tracing.trace import Pass, Tap, Trace
 from reconcile.weight import Format, Misreading, Packing, QuantizedWeight
 
 session = Session

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from reconcile import mx
 from reconcile.contract import MX
+from reconcile.numbers import mx
 
 Quantiser = Callable[[Tensor], Tensor]
 """x [..., K] of any floating dtype to the values that its codes stand for, float64 [..., K]."""
@@ -45,7 +45,7 @@ def per_token_fp8(x: Tensor) -> Tensor:
 
 
 def mxfp8(x: Tensor, name: str = "mxfp8") -> Tensor:
-    """E4M3 with one power of two per 32 values of K, by a rule of `reconcile.mx`."""
+    """E4M3 with one power of two per 32 values of K, by a rule of `reconcile.numbers.mx`."""
     return _spoilt_as(x, mx.quantise(x, mx.named(name)).dequantize())
 
 

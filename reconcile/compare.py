@@ -17,13 +17,13 @@ from torch import Tensor
 from reconcile.case import Tolerance
 from reconcile.contract import UNIT_ROUNDOFF
 from reconcile.diagnosis.traces import explained
-from reconcile.gallery import Gallery
-from reconcile.judge import Finding, judge_fixed, unfit
-from reconcile.limits import FIXED_ATTENTION, FIXED_TOLERANCE
-from reconcile.mapping import Rule, map_trace
+from reconcile.judging.gallery import Gallery
+from reconcile.judging.judge import Finding, judge_fixed, unfit
+from reconcile.judging.sides import to_row
+from reconcile.numbers.limits import FIXED_ATTENTION, FIXED_TOLERANCE
 from reconcile.report import Coverage, Level, Reason, Report, Row
-from reconcile.sides import to_row
-from reconcile.trace import Pass, Tap, Trace
+from reconcile.tracing.mapping import Rule, map_trace
+from reconcile.tracing.trace import Pass, Tap, Trace
 
 
 def compare(

@@ -19,7 +19,7 @@ DTYPES: dict[str, torch.dtype] = {
 """Floating-point dtypes that activations, accumulators and outputs may have, by torch name."""
 
 MX = ("mxfp8", "mxfp8_rceil", "mxfp8_ascend_0", "mxfp8_ascend_1")
-"""MXFP8 by the rule of `reconcile.mx` that the name ends in; ``mxfp8`` alone is ``floor``."""
+"""MXFP8 by the rule of `reconcile.numbers.mx` in the name's end; ``mxfp8`` alone is ``floor``."""
 ACTIVATIONS = ("none", "per_token_int8", "per_token_fp8", *MX)
 """What ``Contract.activation`` may be."""
 

@@ -1,7 +1,7 @@
 """What a report keeps of a row's tensors, so that a reader can see the error without them.
 
 Everything here is small: at most `MOST_BINS` bins along an axis, `MOST_ELEMENTS` elements. No
-tensors and no torch in this file; `reconcile.examine` computes the values.
+tensors and no torch in this file; `reconcile.judging.examine` computes the values.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from reconcile import mx
 from reconcile.activation import QUANTISERS
 from reconcile.contract import DTYPES, Contract
 from reconcile.exceptions import KernelError
+from reconcile.numbers import mx
 from reconcile.rounding import round_to
 
 SMALLEST_NORMAL = 2.0**-126

@@ -10,9 +10,9 @@ from pydantic import TypeAdapter
 
 from reconcile.case import GateConfig, Tolerance
 from reconcile.contract import Contract
-from reconcile.criteria import Criterion
 from reconcile.exceptions import TraceError
 from reconcile.kernel import Engine
+from reconcile.numbers.criteria import Criterion
 from reconcile.report import LEVELS, PHASES, Scope
 
 

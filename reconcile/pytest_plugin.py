@@ -26,14 +26,14 @@ import pytest
 from filelock import FileLock
 from torch import Tensor
 
-from reconcile.check import check_linear
-from reconcile.check_batched import check_batched_linear
+from reconcile.checking.batched import check_batched_linear
+from reconcile.checking.linear import check_linear
 from reconcile.exceptions import ReconcileError
 from reconcile.explain import explain_row
 from reconcile.kernel import Kernel
 from reconcile.report import Report, Row, Verdict
 from reconcile.session import run
-from reconcile.trace import write_atomically
+from reconcile.tracing.trace import write_atomically
 from reconcile.weight import QuantizedWeight
 
 SUMMARY = "reconcile"

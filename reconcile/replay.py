@@ -25,7 +25,7 @@ from reconcile.linears import DenseWeight, reference_withheld
 from reconcile.report import Reason
 from reconcile.rounding import bit_view, bitwise_equal
 from reconcile.settings import settings_kept
-from reconcile.trace import visit_tensors
+from reconcile.tracing.trace import visit_tensors
 
 
 class KernelFailureError(Exception):

@@ -173,7 +173,7 @@ class Row:
     """Hash of the candidate's output, equal where two runs gave the same bits; empty where the
     row judges no single tensor."""
     evidence: Evidence | None = None
-    """A close look at the tensors, for rows that matter; see `reconcile.examine.Gallery`."""
+    """A close look at the tensors, for rows that matter; see `judging.examine.Gallery`."""
 
     def __post_init__(self) -> None:
         """A row that is not PASS has a reason that fits its verdict; a PASS has none."""

@@ -9,24 +9,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from reconcile import accepted, reference_cache, registry
-from reconcile.capture_candidate import capture_candidate
-from reconcile.capture_reference import capture_reference
+from reconcile import registry
+from reconcile.capture import reference_cache
+from reconcile.capture.candidate import capture_candidate
+from reconcile.capture.plan import Plan, Progress, make_plan
+from reconcile.capture.reference import capture_reference
+from reconcile.capture.threads import few_threads
 from reconcile.case import Case, GateConfig, load_case
 from reconcile.diagnosis.run import attached, diagnosed, keep
 from reconcile.exceptions import ConfigError, TraceError, nearest
 from reconcile.exits import exits_refused
-from reconcile.funnel import coverage, funnel
-from reconcile.gate import allowance, required_not_run
+from reconcile.gate import accepted
+from reconcile.gate.requirements import allowance, required_not_run
+from reconcile.gate.snapshots import Album, failing_calls
+from reconcile.judging.funnel import coverage, funnel
+from reconcile.judging.sides import pair
 from reconcile.layout import LayoutConfig
 from reconcile.model import Checkpoint
-from reconcile.plan import Plan, Progress, make_plan
 from reconcile.plan_record import scope
 from reconcile.report import LEVELS, Coverage, Provenance, Report, Row, Verdict
-from reconcile.sides import pair
-from reconcile.snapshots import Album, failing_calls
-from reconcile.threads import few_threads
-from reconcile.trace import Trace
+from reconcile.tracing.trace import Trace
 
 Finding = tuple[tuple[Row, ...], Coverage, tuple[Provenance, ...]]
 """Rows, coverage and provenance of one candidate."""
@@ -43,7 +45,7 @@ class Session:
         Args:
             case: a case, a file, or an embedded one by name; None is the default one.
             reference_folder: where traces of the reference are kept for other processes; see
-                `reconcile.reference_cache`.
+                `reconcile.capture.reference_cache`.
         """
         if not isinstance(case, Case):
             case = load_case(registry.case_file(case))

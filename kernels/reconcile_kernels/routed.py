@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from reconcile.bench import setting
+from reconcile.bench.crossover import DENSE, Crossovers, Measurement, spans_text
+from reconcile.bench.timing import setting
 from reconcile.contract import Contract
-from reconcile.crossover import DENSE, Crossovers, Measurement, spans_text
 from reconcile.exceptions import KernelError
 from reconcile.kernel import Engine, Kernel, LinearSpec, Support
 from reconcile.rounding import round_to

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from reconcile import accepted
 from reconcile.commands.common import command, path_argument
 from reconcile.commands.output import load_report
+from reconcile.gate import accepted
 from reconcile.report import ExitCode
 
 

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 
 from reconcile import registry
-from reconcile.bench import ROUNDS, ROWS, end_to_end, measure, weight_format
-from reconcile.case import load_case
-from reconcile.commands.common import command, path_argument, words
-from reconcile.compiler_report import ARCHITECTURES, usage, usage_text
-from reconcile.contract import DTYPES
-from reconcile.crossover import (
+from reconcile.bench.compiler_report import ARCHITECTURES, usage, usage_text
+from reconcile.bench.crossover import (
     Crossovers,
     EndToEnd,
     Measurement,
     load_crossovers,
     table_text,
 )
+from reconcile.bench.timing import ROUNDS, ROWS, end_to_end, measure, weight_format
+from reconcile.capture.provenance import environment
+from reconcile.case import load_case
+from reconcile.commands.common import command, path_argument, words
+from reconcile.contract import DTYPES
 from reconcile.exceptions import BuildError, ConfigError, KernelError
 from reconcile.kernel import Kernel, choose_engine
-from reconcile.provenance import environment
 from reconcile.report import ExitCode
 from reconcile.session import Session
 

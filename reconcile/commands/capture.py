@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from reconcile.capture_candidate import capture_candidate
-from reconcile.capture_reference import capture_reference
+from reconcile.capture.candidate import capture_candidate
+from reconcile.capture.plan import Plan
+from reconcile.capture.reference import capture_reference
+from reconcile.capture.threads import few_threads
 from reconcile.case import Case
 from reconcile.commands.common import (
     add_choices,
@@ -20,11 +22,9 @@ from reconcile.commands.common import (
     progress_bar,
 )
 from reconcile.exceptions import ConfigError
-from reconcile.plan import Plan
 from reconcile.report import ExitCode
 from reconcile.session import Session, keep_diagnoses
-from reconcile.threads import few_threads
-from reconcile.trace import Trace
+from reconcile.tracing.trace import Trace
 
 
 def add(commands: Any) -> None:  # noqa: ANN401

@@ -12,8 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from reconcile import registry
+from reconcile.capture.plan import Progress
 from reconcile.case import Case, load_case
-from reconcile.plan import Progress
 from reconcile.session import override
 
 

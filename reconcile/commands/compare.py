@@ -9,7 +9,7 @@ from typing import Any
 from reconcile.commands.common import command
 from reconcile.commands.output import add_output, check_output, finish
 from reconcile.session import compare_traces
-from reconcile.trace import Trace
+from reconcile.tracing.trace import Trace
 
 
 def add(commands: Any) -> None:  # noqa: ANN401

@@ -11,7 +11,7 @@ from reconcile.commands.common import command
 from reconcile.commands.output import load_report
 from reconcile.diff import difference
 from reconcile.exceptions import ConfigError
-from reconcile.trace import write_atomically
+from reconcile.tracing.trace import write_atomically
 
 
 def add(commands: Any) -> None:  # noqa: ANN401

@@ -16,12 +16,12 @@ from reconcile.diagnosis.linear import Failure
 from reconcile.diagnosis.reproducer import write_reproducer
 from reconcile.exceptions import ConfigError
 from reconcile.explain import explain, explain_row, taps
+from reconcile.gate.snapshots import load, run_again
 from reconcile.grouped import GroupedWeight
 from reconcile.replay import Prepared
 from reconcile.report import ExitCode, Level, Report, Row, Verdict
 from reconcile.session import Session
-from reconcile.snapshots import load, run_again
-from reconcile.trace import Tap
+from reconcile.tracing.trace import Tap
 
 
 def add(commands: Any) -> None:  # noqa: ANN401

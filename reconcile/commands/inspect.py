@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from reconcile import registry
+from reconcile.capture.threads import few_threads
 from reconcile.commands.common import command, path_argument
 from reconcile.exceptions import ConfigError
-from reconcile.threads import few_threads
-from reconcile.trace import write_atomically
+from reconcile.tracing.trace import write_atomically
 
 
 def add(commands: Any) -> None:  # noqa: ANN401

@@ -8,7 +8,7 @@ from typing import Any
 
 from reconcile.commands.common import command
 from reconcile.commands.output import add_output, check_output, finish, load_report
-from reconcile.merge import merge
+from reconcile.gate.merge import merge
 
 
 def add(commands: Any) -> None:  # noqa: ANN401

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from reconcile import registry, snapshots
+from reconcile import registry
 from reconcile.commands.common import path_argument, words
 from reconcile.exceptions import ConfigError, nearest
+from reconcile.gate import snapshots
+from reconcile.gate.snapshots import Album
 from reconcile.report import Report
-from reconcile.snapshots import Album
-from reconcile.trace import write_atomically
+from reconcile.tracing.trace import write_atomically
 
 FORMATS = ("html", "json", "junit", "markdown")
 """What a run directory holds by default."""

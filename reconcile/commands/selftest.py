@@ -19,7 +19,7 @@ from reconcile.selftest.ratchet import accepted, read_ratchet, violations, write
 from reconcile.selftest.run import Outcome, run_suite
 from reconcile.selftest.suite import SUBSETS, Suite, default_folder, load_suite
 from reconcile.selftest.table import rates, to_dict, to_text
-from reconcile.trace import write_atomically
+from reconcile.tracing.trace import write_atomically
 
 
 def add(commands: Any) -> None:  # noqa: ANN401

@@ -8,8 +8,8 @@ from typing import Any
 
 from reconcile.commands.common import command
 from reconcile.exceptions import ConfigError
+from reconcile.gate.snapshots import Facts, read_facts
 from reconcile.report import ExitCode
-from reconcile.snapshots import Facts, read_facts
 
 
 def add(commands: Any) -> None:  # noqa: ANN401

@@ -19,9 +19,9 @@ from reconcile.commands.common import (
 from reconcile.commands.output import FORMATS, run_directory, write_report
 from reconcile.exceptions import ReconcileError
 from reconcile.report import ExitCode, Report
-from reconcile.watch import Checker, Event, changed_rows, watched_files
-from reconcile.watch_files import FileWatcher
-from reconcile.watch_screen import Screen, State, screen
+from reconcile.watch.files import FileWatcher
+from reconcile.watch.screen import Screen, State, screen
+from reconcile.watch.watcher import Checker, Event, changed_rows, watched_files
 
 _PAUSE = 0.05
 """Seconds between two looks at keys and files while nothing runs."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from reconcile.contract import Contract
 from reconcile.diagnosis.model import Impulses, LinearModel
 from reconcile.grouped import PlainWeight
-from reconcile.limits import rounding_interval
 from reconcile.linears import reference_weight
+from reconcile.numbers.limits import rounding_interval
 from reconcile.weight import QuantizedWeight
 
 READ_SECONDS = 2.0

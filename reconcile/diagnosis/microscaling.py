@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from reconcile import mx
 from reconcile.diagnosis.evidence import LinearEvidence
 from reconcile.diagnosis.hypothesis import named, parameters
 from reconcile.diagnosis.model import Fit, LinearModel, Map
 from reconcile.grouped import PlainWeight
 from reconcile.linears import is_mx, weight_chain
+from reconcile.numbers import mx
 from reconcile.weight import QuantizedWeight
 
 ONE = 127

@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from reconcile import mx
 from reconcile.contract import DTYPES
 from reconcile.diagnosis.evidence import LinearEvidence
 from reconcile.diagnosis.hypothesis import named, parameters
 from reconcile.diagnosis.model import Fit, LinearModel
 from reconcile.exceptions import FormatError
 from reconcile.linears import is_mx
+from reconcile.numbers import mx
 from reconcile.rounding import round_to
 from reconcile.weight import QuantizedWeight
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import Contract
-from reconcile.limits import error_bound
 from reconcile.linears import operand
+from reconcile.numbers.limits import error_bound
 
 Map = Callable[[Tensor], Tensor]
 

@@ -13,21 +13,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from reconcile.capture_candidate import chain, force_parts, prepare_all
+from reconcile.capture.candidate import chain, force_parts, prepare_all
+from reconcile.capture.passes import Stream
+from reconcile.capture.plan import Plan
+from reconcile.capture.steps import Step
 from reconcile.diagnosis.engine import NONE_FITS
 from reconcile.diagnosis.hypothesis import few
 from reconcile.diagnosis.subsets import Smallest, smallest_failing
-from reconcile.funnel import chained_op, judge_model, judge_pair
 from reconcile.grouped import Reference, StoredWeight, baseline_linear, reference_linear
-from reconcile.judge import Finding
-from reconcile.passes import Stream
-from reconcile.plan import Plan
-from reconcile.ports import logits_tap
+from reconcile.judging.funnel import chained_op, judge_model, judge_pair
+from reconcile.judging.judge import Finding
+from reconcile.judging.sides import Sides, pair
 from reconcile.replay import Call, KernelLinear, Prepared
 from reconcile.report import Diagnosis, Level, Reason, Row, Verdict
-from reconcile.sides import Sides, pair
-from reconcile.steps import Step
-from reconcile.trace import Pass, Tap, Trace
+from reconcile.tracing.ports import logits_tap
+from reconcile.tracing.trace import Pass, Tap, Trace
 
 NAMES = ("module_set",)
 SECONDS = 20.0

@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from reconcile.capture_candidate import prepare_all
+from reconcile.capture.candidate import prepare_all
+from reconcile.capture.passes import Stream
+from reconcile.capture.plan import Plan
+from reconcile.capture.steps import Step
 from reconcile.contract import Contract
 from reconcile.diagnosis.engine import NONE_FITS, SURE
 from reconcile.diagnosis.hypothesis import few
@@ -23,17 +26,14 @@ from reconcile.diagnosis.norm_fits import diagnose_norm
 from reconcile.diagnosis.pristine import pristine
 from reconcile.diagnosis.variations import first_wrong, variations, varied, windows
 from reconcile.grouped import StoredWeight, baseline_linear, reference_linear
+from reconcile.judging.routing import forced_routing
 from reconcile.linears import DenseWeight
-from reconcile.norms import KIND
-from reconcile.passes import Stream
-from reconcile.plan import Plan
-from reconcile.ports import output_tap, ports
 from reconcile.replay import Call, KernelLinear, Prepared
 from reconcile.report import Diagnosis, Level, Row, Verdict
-from reconcile.routing import forced_routing
-from reconcile.steps import Step
-from reconcile.taps import forced_inputs, main_input
-from reconcile.trace import Tap, Trace
+from reconcile.tracing.norms import KIND
+from reconcile.tracing.ports import output_tap, ports
+from reconcile.tracing.taps import forced_inputs, main_input
+from reconcile.tracing.trace import Tap, Trace
 
 MOST = 3
 """Distinct failing modules of one run that are diagnosed, the first ones."""

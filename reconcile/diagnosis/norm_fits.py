@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import DTYPES, UNIT_ROUNDOFF
-from reconcile.limits import rounding_interval
+from reconcile.numbers.limits import rounding_interval
 from reconcile.report import Diagnosis
 from reconcile.rounding import round_to
 

@@ -19,11 +19,11 @@ from reconcile.contract import Contract
 from reconcile.diagnosis.linear import Failure
 from reconcile.exceptions import ConfigError, FormatError
 from reconcile.grouped import PlainWeight
-from reconcile.judge import judge_bound
+from reconcile.judging.judge import judge_bound
 from reconcile.linears import DenseWeight, ReferenceLinear
 from reconcile.replay import Prepared
 from reconcile.report import Verdict
-from reconcile.trace import write_atomically
+from reconcile.tracing.trace import write_atomically
 
 SCRIPT = "reproduce.py"
 TENSORS = "reproduce.safetensors"
@@ -181,7 +181,7 @@ from safetensors.torch import load_file
 
 from reconcile import Contract, QuantizedWeight, registry
 from reconcile.kernel import choose_engine
-from reconcile.judge import judge_bound
+from reconcile.judging.judge import judge_bound
 from reconcile.linears import DenseWeight, ReferenceLinear
 from reconcile.replay import Prepared
 

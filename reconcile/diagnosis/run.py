@@ -10,16 +10,16 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
+from reconcile.capture.plan import Plan
 from reconcile.diagnosis.groups import diagnose_groups
 from reconcile.diagnosis.linear import NUMERIC, Failure, diagnose_failure, note
 from reconcile.diagnosis.module_set import diagnose_set
 from reconcile.diagnosis.modules import diagnose_modules
 from reconcile.diagnosis.one_group import diagnose_group
 from reconcile.grouped import GroupedWeight, reference_linear
-from reconcile.plan import Plan
 from reconcile.replay import Prepared
 from reconcile.report import Diagnosis, Level, Reason, Row, Verdict
-from reconcile.trace import Pass, Tap, Trace
+from reconcile.tracing.trace import Pass, Tap, Trace
 
 MOST_OPS = 3
 """Distinct failing ops of one run that are fitted, the first ones in execution order."""

@@ -18,7 +18,7 @@ from reconcile.diagnosis.engine import SURE
 from reconcile.diagnosis.hypothesis import few
 from reconcile.diagnosis.ratios import snapped
 from reconcile.report import Diagnosis, Reason, Row
-from reconcile.trace import Tap
+from reconcile.tracing.trace import Tap
 
 MOST = 16
 """Failing rows of one comparison that are explained, the first ones."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from reconcile.exceptions import ConfigError
 from reconcile.selftest.rates import Rate
 from reconcile.selftest.run import Outcome
-from reconcile.trace import write_atomically
+from reconcile.tracing.trace import write_atomically
 
 FILE = "ratchet.json"
 

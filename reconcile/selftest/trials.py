@@ -12,8 +12,8 @@ from torch import Tensor
 
 from reconcile import registry
 from reconcile.case import Case, load_case
-from reconcile.check import check_linear
-from reconcile.check_batched import check_batched_linear
+from reconcile.checking.batched import check_batched_linear
+from reconcile.checking.linear import check_linear
 from reconcile.contract import Contract
 from reconcile.exceptions import ReconcileError
 from reconcile.kernel import Kernel

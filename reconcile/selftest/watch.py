@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from reconcile.checking.probe_judge import WATCH
+from reconcile.checking.probes import AnyWeight, Probe
 from reconcile.contract import Contract
 from reconcile.linears import BaselineLinear, ReferenceLinear
-from reconcile.probe_judge import WATCH
-from reconcile.probes import AnyWeight, Probe
 from reconcile.selftest.gates import GATES, Outputs
 
 

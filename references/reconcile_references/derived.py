@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from reconcile import mx
 from reconcile.exceptions import CheckpointError
 from reconcile.native import cache_directory
+from reconcile.numbers import mx
 from reconcile_references.checkpoint import SINGLE, read_config, read_tensors
 from reconcile_references.fp8 import FP8_E4M3_BLOCK, FP8_E4M3_CHANNEL, FP8_E4M3_TENSOR
 from reconcile_references.quantise import Fp8Rule

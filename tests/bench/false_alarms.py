@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 import reconcile
-from reconcile import capture_reference, registry
-from reconcile.limits import BASELINE_FACTORS
+from reconcile import registry
+from reconcile.capture import reference as capture_reference
+from reconcile.numbers.limits import BASELINE_FACTORS
 
 KERNEL = f"{Path(__file__).parents[1] / 'model' / 'kernels.py'}:order_0"
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from unittest import mock
 
 import reconcile
-from reconcile import passes
+from reconcile.capture import passes
 from reconcile.report import Row
 
 TAPS = (

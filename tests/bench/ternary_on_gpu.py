@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 import reconcile
-from reconcile.bench import measure
-from reconcile.compiler_report import ARCHITECTURES, usage, usage_text
-from reconcile.crossover import Crossovers, load_crossovers, table_text
+from reconcile.bench.compiler_report import ARCHITECTURES, usage, usage_text
+from reconcile.bench.crossover import Crossovers, load_crossovers, table_text
+from reconcile.bench.timing import measure
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.exceptions import KernelError
 from reconcile.kernel import Engine
-from reconcile.probes import random_weight, synthetic
 from reconcile_kernels.ternary_cuda import MASKS, MMA, TILED, VECTORISED
 from reconcile_references.ternary import TERNARY_K_INTERLEAVED
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from reconcile.taps import taps
+from reconcile.tracing.taps import taps
 
 ROUNDS = 9
 TARGETS = {"memory": 1.12, "disk": 1.45}

@@ -23,8 +23,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from reconcile.checking.probes import random_weight
 from reconcile.native import NativeLibrary
-from reconcile.probes import random_weight
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels import vllm_fp8
 from reconcile_kernels.amx_fp8 import W8A16

@@ -20,10 +20,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from reconcile import metrics
-from reconcile.fused_stats import implementation, measure
-from reconcile.metrics import error_stats
 from reconcile.native import NativeLibrary, find_cxx
+from reconcile.numbers import metrics
+from reconcile.numbers.fused_stats import implementation, measure
+from reconcile.numbers.metrics import error_stats
 
 ELEMENTS = int(os.environ.get("ELEMENTS", str(1 << 26)))
 ROUNDS = int(os.environ.get("ROUNDS", "7"))

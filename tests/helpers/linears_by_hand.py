@@ -4,7 +4,7 @@ import torch
 
 import reconcile
 from reconcile import registry
-from reconcile.probes import random_weight, synthetic
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.report import Verdict
 from reconcile.weight import QuantizedWeight
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from reconcile import registry
 from reconcile.cli import main
-from reconcile.trace import Trace
+from reconcile.tracing.trace import Trace
 
 KERNELS = Path(__file__).with_name("kernels.py")
 CASE = registry.embedded_case()

@@ -19,8 +19,8 @@ from reconcile.commands.output import forget
 from reconcile.exceptions import ConfigError, KernelError
 from reconcile.report import Coverage, Level, Report, Row, Verdict
 from reconcile.session import override
-from reconcile.trace import write_atomically
-from reconcile.watch import Checker
+from reconcile.tracing.trace import write_atomically
+from reconcile.watch.watcher import Checker
 
 CASE = """
 [case]
@@ -353,7 +353,7 @@ def test_a_full_disk_leaves_no_half_of_a_snapshot(case, cli, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     Path("mine/k.py").write_text(KERNEL.replace("1.0", "1.5"))
-    monkeypatch.setattr("reconcile.snapshots.save_file", full)
+    monkeypatch.setattr("reconcile.gate.snapshots.save_file", full)
     code, _, err = cli("run", case, "--only", "*.0.mlp.up_proj", "--level", "op", "--out", "run")
     assert (code, "No space left" in err) == (3, True)
     assert [path for path in Path("run").rglob("*") if path.is_file()] == []

@@ -300,7 +300,7 @@ def test_an_error_of_the_comparison_inside_a_row(case, capsys, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("in the comparison")
 
-    monkeypatch.setattr("reconcile.judge.error_stats", broken)
+    monkeypatch.setattr("reconcile.judging.judge.error_stats", broken)
     code, text = outcome(capsys, "run", case())
     assert code == 4
     assert "in the comparison" in text

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from reconcile import Session
 from reconcile.cli import main
 from reconcile.exceptions import ConfigError
-from reconcile.snapshots import load, read_facts, run_again
+from reconcile.gate.snapshots import load, read_facts, run_again
 
 CASE = """
 [case]
@@ -102,7 +102,7 @@ def test_the_kept_call_needs_neither_model_nor_checkpoint(folder, capsys):
 
 
 def test_what_is_left_out_is_counted(folder, monkeypatch):
-    monkeypatch.setattr("reconcile.snapshots.MOST", 1)
+    monkeypatch.setattr("reconcile.gate.snapshots.MOST", 1)
     session = Session("case.toml")
     report = session.run()
     assert len(session.album.kept) == 1

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from reconcile import Session, load_case
-from reconcile.reference_cache import reference_key
+from reconcile.capture.reference_cache import reference_key
 from reconcile.report import Verdict
-from reconcile.watch import Checker
+from reconcile.watch.watcher import Checker
 
 CASE = """
 [case]
@@ -154,7 +154,8 @@ def test_the_key_changes_with_the_source_and_the_seed(folder, monkeypatch):
     session = Session(replace(load_case("case.toml"), seed=1))
     (plan,) = session.plans(session.case)
     assert reference_key(plan) != before
-    monkeypatch.setattr("reconcile.reference_cache._source_hash", lambda name: f"other {name}")
+    source_hash = "reconcile.capture.reference_cache._source_hash"
+    monkeypatch.setattr(source_hash, lambda name: f"other {name}")
     assert key() != before
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from contextlib import contextmanager
 from unittest import mock
 
@@ -10,12 +9,10 @@ import torch
 from torch import nn
 
 import reconcile
-from reconcile import trace
-from reconcile.passes import Stream
+from reconcile.capture.passes import Stream
 from reconcile.selftest import CanaryTrial, CaseTrial, Mutant
-from reconcile.trace import Pass, Tap, Trace, TraceMemory
-
-taps = importlib.import_module("reconcile.taps")  # reconcile.taps is the function
+from reconcile.tracing import taps, trace
+from reconcile.tracing.trace import Pass, Tap, Trace, TraceMemory
 
 # ------------------------------------------------------------------ canaries
 

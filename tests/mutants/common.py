@@ -11,8 +11,8 @@ from unittest import mock
 import torch
 
 from reconcile import Contract, registry
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.native import NativeLibrary, cache_directory
-from reconcile.probes import random_weight, synthetic
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.ternary_cuda import NAIVE, ops
 from reconcile_kernels.ternary_cuda.naive import CUDA_ON_CPU

@@ -19,14 +19,16 @@ from reconcile_mutants.kernels import (
 )
 
 import reconcile
-from reconcile import Contract, check, check_linear, probe_judge, probes, registry, replay
-from reconcile import judge as judging
+from reconcile import Contract, check_linear, registry, replay
 from reconcile import report as reporting
 from reconcile.case import load_case
+from reconcile.checking import linear as check
+from reconcile.checking import probe_judge, probes
+from reconcile.judging import judge as judging
 from reconcile.linears import ReferenceLinear
 from reconcile.report import Verdict
 from reconcile.selftest import CanaryTrial, Mutant, OpTrial
-from reconcile.trace import Pass, Trace
+from reconcile.tracing.trace import Pass, Trace
 
 LOOSE = Contract(split_k=2, partials="bfloat16")
 """A bound so wide that a truncating store hides in it."""

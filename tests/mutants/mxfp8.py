@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from reconcile_mutants.common import OP, weight, weight_of
 
-from reconcile import mx, registry
+from reconcile import registry
 from reconcile.case import load_case
-from reconcile.check import check_linear
+from reconcile.checking.linear import check_linear
 from reconcile.contract import Contract
 from reconcile.kernel import Engine, Support
+from reconcile.numbers import mx
 from reconcile.selftest import Mutant, OpTrial, Variant
 from reconcile.selftest.trials import seen
 from reconcile.session import Session

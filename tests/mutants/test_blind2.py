@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from reconcile.grouped import baseline_linear
-from reconcile.judge import judge_bound
+from reconcile.judging.judge import judge_bound
 from reconcile.linears import DenseWeight, ReferenceLinear
 from reconcile.selftest import BatchedTrial, OpTrial
 from reconcile.selftest.suite import load_suite

@@ -10,9 +10,9 @@ import torch
 from safetensors.numpy import load_file
 
 import reconcile
-from reconcile.criteria import beside
 from reconcile.exceptions import KernelError
 from reconcile.kernel import LinearSpec, choose_engine
+from reconcile.numbers.criteria import beside
 from reconcile.registry import kernel
 from reconcile_kernels.aiter_bf16 import BATCHED_GEMM, BatchedGemm, source
 from reconcile_kernels.aiter_bf16 import torch_language as tl

@@ -17,9 +17,9 @@ import torch
 from safetensors.numpy import load_file
 
 import reconcile
+from reconcile.checking.probes import random_weight
 from reconcile.exceptions import BuildError, KernelError
 from reconcile.kernel import Engine, Kernel, LinearSpec
-from reconcile.probes import random_weight
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.amx_fp8 import W8A16, emulator, features, ops, packing
 from reconcile_kernels.amx_fp8.instructions import fused, tdpbf16ps, vdpbf16ps
@@ -405,7 +405,7 @@ def test_all_probes(name, shape, block, bias, dtype):
         W8A16, weight, bias=given, engine="avx512_bf16", dtype=dtype, contract=contract, repeats=2
     )
     assert report.exit_code == 0, report.explain()
-    assert {row.check for row in report.rows} == set(reconcile.check.PROBES)
+    assert {row.check for row in report.rows} == set(reconcile.checking.linear.PROBES)
 
 
 @pytest.mark.parametrize(("name", "shape"), [(name, (64, 160)) for name in FORMATS])

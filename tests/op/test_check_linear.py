@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import reconcile
 from reconcile import Contract, registry
-from reconcile.probes import random_weight, synthetic
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.report import Reason, Verdict
 from reconcile.weight import QuantizedWeight
 
@@ -452,7 +452,7 @@ def test_a_truncating_store_passes_where_it_is_declared():
 
 
 def test_sampling_of_a_large_weight_is_stated(monkeypatch):
-    monkeypatch.setattr("reconcile.probes.BUDGET", 192 * 256 * 16)
+    monkeypatch.setattr("reconcile.checking.probes.BUDGET", 192 * 256 * 16)
     report = check(plain, weight_of("fp8_e4m3_block"), contract=PLAIN)
     assert report.exit_code == 0
     assert any("sampled: impulse" in notice and "6% of K" in notice for notice in report.notices)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reconcile import registry
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.kernel import choose_engine
-from reconcile.probes import random_weight, synthetic
 
 SHAPE = (64, 256)
 KERNELS = (

@@ -7,9 +7,9 @@ import torch
 
 import reconcile
 from reconcile import Contract
+from reconcile.checking.probes import random_weight
 from reconcile.exceptions import KernelError
 from reconcile.kernel import Engine, Kernel, LinearSpec, Support
-from reconcile.probes import random_weight
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.amx_fp8 import W8A16
 from reconcile_kernels.dispatch import FP8, Dispatch

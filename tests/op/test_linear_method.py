@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from reconcile import registry
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.exceptions import FormatError, KernelError
 from reconcile.kernel import FunctionKernel, LinearSpec
-from reconcile.probes import random_weight, synthetic
 from reconcile_kernels.linear_method import KernelLinearMethod, WeightNames, always
 from reconcile_kernels.ternary_cpu import BF16, INT8
 from reconcile_kernels.ternary_cuda import TILED

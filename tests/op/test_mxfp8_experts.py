@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from reconcile import mx
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.exceptions import KernelError
 from reconcile.grouped import GroupedWeight
-from reconcile.probes import random_weight, synthetic
+from reconcile.numbers import mx
 from reconcile.registry import formats, kernel
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.mxfp8_npu import experts, layout

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 import reconcile
-from reconcile import mx
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.exceptions import KernelError
 from reconcile.kernel import LinearSpec
-from reconcile.probes import random_weight, synthetic
+from reconcile.numbers import mx
 from reconcile.registry import formats, kernel
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.mxfp8_npu import fallback, layout, load, operators

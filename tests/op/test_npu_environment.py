@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import reconcile
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.grouped import GroupedWeight
-from reconcile.probes import random_weight, synthetic
 from reconcile.registry import formats, kernel
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.mxfp8_npu import device, layout, linear, operators

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import reconcile
-from reconcile.probes import random_weight, synthetic
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.registry import formats, kernel
 from reconcile.weight import QuantizedWeight
 

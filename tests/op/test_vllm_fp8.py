@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import reconcile
+from reconcile.checking.probes import random_weight
 from reconcile.exceptions import KernelError
 from reconcile.kernel import Engine, Kernel, LinearSpec
-from reconcile.probes import random_weight
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.amx_fp8.packing import pack
 from reconcile_kernels.vllm_fp8 import W8A16, kernel

@@ -25,11 +25,11 @@ from reconcile import registry
 from reconcile.case import Tolerance
 from reconcile.exceptions import FormatError, KernelError
 from reconcile.grouped import baseline_linear, reference_linear
-from reconcile.judge import judge_bound
-from reconcile.limits import BASELINE_FACTORS
-from reconcile.mapping import AddResidual, Rename, Split, Unflatten, map_trace
-from reconcile.metrics import error_stats
-from reconcile.trace import Pass, Trace
+from reconcile.judging.judge import judge_bound
+from reconcile.numbers.limits import BASELINE_FACTORS
+from reconcile.numbers.metrics import error_stats
+from reconcile.tracing.mapping import AddResidual, Rename, Split, Unflatten, map_trace
+from reconcile.tracing.trace import Pass, Trace
 from reconcile_kernels import vllm_ternary
 from reconcile_kernels.linear_method import KernelLinearMethod, always
 from reconcile_kernels.ternary_cpu import BF16, ops

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from reconcile import accepted
 from reconcile.exceptions import ConfigError
+from reconcile.gate import accepted
 from reconcile.report import Coverage, Level, Provenance, Reason, Report, Row, Verdict
 
 STATS = {"max_abs": 0.5, "nmse": 1.2345e-6, "worst_row_nmse": 2e-6, "bias": 0.1, "n": 8}

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from reconcile.activation import QUANTISERS, mxfp8, per_token_fp8, per_token_int8
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.contract import Contract
 from reconcile.linears import BaselineLinear, ReferenceLinear, operand
-from reconcile.probes import random_weight, synthetic
 from reconcile.registry import formats
 from reconcile_references.precise import preserve_float64
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from reconcile.bias import bias_statistic, is_biased
 from reconcile.contract import Contract
-from reconcile.judge import judge_bound
+from reconcile.judging.judge import judge_bound
+from reconcile.numbers.bias import bias_statistic, is_biased
 from reconcile.report import Reason
 
 LOOSE = Contract(split_k=2, partials="bfloat16")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from reconcile import registry
+from reconcile.capture.plan import make_plan
 from reconcile.case import Allowance, CandidateConfig, Tolerance, load_case, parse_contract
 from reconcile.contract import Contract
 from reconcile.exceptions import ConfigError, KernelError
 from reconcile.kernel import FunctionKernel
-from reconcile.plan import make_plan
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures/reconcile_fixtures"
 BODY = {

@@ -6,9 +6,9 @@ from torch import nn
 
 import reconcile
 from reconcile.case import Tolerance
-from reconcile.mapping import Split
 from reconcile.report import Reason
-from reconcile.trace import Pass, Trace
+from reconcile.tracing.mapping import Split
+from reconcile.tracing.trace import Pass, Trace
 
 
 def _trace(tensors, key="k"):

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import reconcile
-from reconcile import bench
-from reconcile.cli import main
-from reconcile.compiler_report import ARCHITECTURES, parse, usage
-from reconcile.crossover import (
+from reconcile.bench import timing as bench
+from reconcile.bench.compiler_report import ARCHITECTURES, parse, usage
+from reconcile.bench.crossover import (
     DENSE,
     Crossovers,
     Measurement,
@@ -20,10 +19,11 @@ from reconcile.crossover import (
     load_crossovers,
     table_text,
 )
+from reconcile.checking.probes import random_weight, synthetic
+from reconcile.cli import main
 from reconcile.exceptions import ConfigError, KernelError
 from reconcile.kernel import FunctionKernel
 from reconcile.native import find_nvcc
-from reconcile.probes import random_weight, synthetic
 from reconcile_kernels.routed import route
 from reconcile_kernels.ternary_cpu import BF16
 from reconcile_kernels.ternary_cuda import NAIVE, variants

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from reconcile.evidence import MOST_BINS, MOST_ELEMENTS, MOST_STEPS
-from reconcile.examine import Pair, digest, examine, examine_logits
-from reconcile.gallery import MOST_FAILING, Gallery
-from reconcile.judge import Finding
+from reconcile.judging.examine import Pair, digest, examine, examine_logits
+from reconcile.judging.gallery import MOST_FAILING, Gallery
+from reconcile.judging.judge import Finding
 from reconcile.report import Level, Reason
 
 SHAPES = [(1, 1), (1, 7), (3, 5), (32, 32), (33, 65), (100, 40), (2, 3, 4)]

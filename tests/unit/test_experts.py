@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from reconcile import registry
 from reconcile.exceptions import CheckpointError, FormatError, KernelError, TapError
 from reconcile.grouped import GroupedWeight, baseline_linear
+from reconcile.judging.routing import choice_of, forced_routing, routing_stats
 from reconcile.linears import DenseWeight
-from reconcile.routing import choice_of, forced_routing, routing_stats
-from reconcile.taps import taps
-from reconcile.trace import Pass
+from reconcile.tracing.taps import taps
+from reconcile.tracing.trace import Pass
 from reconcile_kernels.mxfp8_npu.experts import prepare_experts
 from reconcile_kernels.mxfp8_npu.linear import NPU_EMULATED
 from reconcile_references import derived

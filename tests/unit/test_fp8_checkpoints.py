@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from reconcile.exceptions import CheckpointError, FormatError
+from reconcile.judging.suspect import weight_facts
 from reconcile.registry import model_source
-from reconcile.suspect import weight_facts
 
 GATE = "model.layers.1.mlp.gate_proj"
 HEAD = {"modules_to_not_convert": ["lm_head"]}

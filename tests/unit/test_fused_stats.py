@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from reconcile import fused_stats, metrics, native
+from reconcile import native
 from reconcile.exceptions import BuildError
-from reconcile.fused_stats import LEVELS, Totals, exact_sum, implementation, measure
-from reconcile.metrics import error_stats
+from reconcile.numbers import fused_stats, metrics
+from reconcile.numbers.fused_stats import LEVELS, Totals, exact_sum, implementation, measure
+from reconcile.numbers.metrics import error_stats
 from reconcile.rounding import round_to
 
 INF, NAN = math.inf, math.nan

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from reconcile.inside import BETWEEN, judge_layer
-from reconcile.judge import Finding
+from reconcile.judging.inside import BETWEEN, judge_layer
+from reconcile.judging.judge import Finding
 from reconcile.report import Reason
-from reconcile.trace import Pass
+from reconcile.tracing.trace import Pass
 
 LAYER = "layers.0"
 INNER = ("layers.0.norm1", "layers.0.attn", "layers.0.norm2", "layers.0.mlp")

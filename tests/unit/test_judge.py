@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from reconcile.judge import judge_baseline, judge_numbers, worst_of
-from reconcile.limits import baseline_limits
+from reconcile.judging.judge import judge_baseline, judge_numbers, worst_of
+from reconcile.judging.sides import largest
+from reconcile.numbers.limits import baseline_limits
 from reconcile.report import Reason
-from reconcile.sides import largest
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 NAMES = ("max_abs", "nmse", "worst_row_nmse")

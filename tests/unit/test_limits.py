@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reconcile.contract import Contract
-from reconcile.limits import (
+from reconcile.numbers.limits import (
     BASELINE_FACTORS,
     DELTA,
     accepts_zeros,
@@ -21,7 +21,7 @@ from reconcile.limits import (
     tolerance_share,
     utilisation,
 )
-from reconcile.metrics import error_stats
+from reconcile.numbers.metrics import error_stats
 from reconcile.report import Limits
 
 INF, NAN = math.inf, math.nan
@@ -480,7 +480,7 @@ def test_limits_say_where_they_come_from():
 
 def test_a_noise_floor_is_rarely_exceeded_by_a_further_run():
     """Log-normal noise: 24 runs set the limit, 2,000 further ones stay below it."""
-    from reconcile.limits import floor_limits
+    from reconcile.numbers.limits import floor_limits
 
     generator = torch.Generator().manual_seed(0)
     exceeded = 0
@@ -495,14 +495,14 @@ def test_a_noise_floor_is_rarely_exceeded_by_a_further_run():
 
 
 def test_a_noise_floor_needs_runs():
-    from reconcile.limits import floor_limits
+    from reconcile.numbers.limits import floor_limits
 
     with pytest.raises(ValueError, match="needs 8 runs, got 3"):
         floor_limits([{"nmse": 1.0}] * 3, ["nmse"], "x")
 
 
 def test_a_ratchet_accepts_what_was_accepted_and_no_more():
-    from reconcile.limits import ratchet_limits, share_of_limits
+    from reconcile.numbers.limits import ratchet_limits, share_of_limits
 
     limits = ratchet_limits({"max_abs": 0.5, "nmse": 0.1}, ["max_abs"], "run 7")
     assert limits.kind == "ratchet"

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from reconcile.exceptions import TraceError
-from reconcile.mapping import AddResidual, Rename, Split, Unflatten, map_trace
-from reconcile.trace import Pass, Trace
+from reconcile.tracing.mapping import AddResidual, Rename, Split, Unflatten, map_trace
+from reconcile.tracing.trace import Pass, Trace
 
 QKV = Split("a.qkv:out", (("a.q:out", 4), ("a.k:out", 2), ("a.v:out", 2)))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from reconcile.exceptions import ConfigError
-from reconcile.merge import merge
+from reconcile.gate.merge import merge
 from reconcile.report import Coverage, Level, Provenance, Reason, Report, Row, Verdict
 
 FULL = Coverage(expected=2, compared=2)

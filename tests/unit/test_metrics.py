@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from reconcile import metrics
-from reconcile.metrics import ErrorStats, error_stats, nmse, worst_elements
+from reconcile.numbers import metrics
+from reconcile.numbers.metrics import ErrorStats, error_stats, nmse, worst_elements
 
 INF, NAN = math.inf, math.nan
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from reconcile.model_metrics import model_stats
+from reconcile.numbers.model_metrics import model_stats
 
 INF, NAN = math.inf, math.nan
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reconcile import mx
+from reconcile.numbers import mx
 
 VECTORS = Path(__file__).resolve().parents[2] / "fixtures/reconcile_fixtures/vectors"
 MX = load_file(VECTORS / "03_mxfp8.safetensors")

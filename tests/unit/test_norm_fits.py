@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from reconcile.diagnosis.norm_fits import diagnose_norm
-from reconcile.norms import norm_inputs
+from reconcile.tracing.norms import norm_inputs
 
 SIZE = 256
 EPSILON = 1e-6

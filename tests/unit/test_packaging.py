@@ -1,10 +1,13 @@
 """The folder `kernels` must stay out of the way of Hugging Face's package of that name."""
 
+import ast
 import os
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections import defaultdict
+from graphlib import TopologicalSorter
 from importlib.metadata import distribution, entry_points
 from pathlib import Path
 
@@ -124,11 +127,34 @@ def test_the_distribution_has_the_name_that_the_docs_give():
 
 
 def test_the_engine_imports_no_provider_by_name():
-    for file in (ROOT / "reconcile").glob("*.py"):
+    for file in (ROOT / "reconcile").rglob("*.py"):
         text = file.read_text()
         for provider in ("references", "kernels", "reports", "fixtures"):
             assert f"import reconcile_{provider}" not in text, file
             assert f"from reconcile_{provider}" not in text, file
+
+
+def _room(file):
+    """reconcile/judging/sides.py is in the room `judging`; a module at the top is its own."""
+    return file.relative_to(ROOT / "reconcile").parts[0].removesuffix(".py")
+
+
+def _rooms_used(file):
+    """The rooms of the engine that a file imports from, where it stands in another."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [node.module] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        for parts in (name.split(".") for name in names):
+            if parts[0] == "reconcile" and len(parts) > 1 and parts[1] != _room(file):
+                yield parts[1]
+
+
+def test_imports_between_packages_run_one_way():
+    graph = defaultdict(set)
+    for file in (ROOT / "reconcile").rglob("*.py"):
+        graph[_room(file)].update(_rooms_used(file))
+    assert {"judging", "numbers", "diagnosis"} <= graph.keys()
+    TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
 
 
 def test_reconcile_without_a_model_imports_no_transformers():

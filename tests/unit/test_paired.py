@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from reconcile.paired import FEWEST, Paired, median_interval, paired
+from reconcile.numbers.paired import FEWEST, Paired, median_interval, paired
 
 
 def of(ratios):

@@ -11,9 +11,15 @@ import torch
 
 import reconcile
 from reconcile import native
+from reconcile.capture.provenance import (
+    extensions,
+    file_sha256,
+    git_commit,
+    kernel_hashes,
+    settings,
+)
 from reconcile.kernel import FunctionKernel
 from reconcile.native import NativeLibrary
-from reconcile.provenance import extensions, file_sha256, git_commit, kernel_hashes, settings
 
 
 def double(x, weight, bias=None):

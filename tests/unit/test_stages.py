@@ -7,12 +7,12 @@ import torch
 
 import reconcile
 from reconcile import registry
+from reconcile.capture.stages import loss, stage_facts
+from reconcile.checking.probes import random_weight, synthetic
 from reconcile.contract import Contract
 from reconcile.kernel import PYTHON, Stage
 from reconcile.linears import weight_chain
-from reconcile.probes import random_weight, synthetic
 from reconcile.registry import formats
-from reconcile.stages import loss, stage_facts
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.mxfp8_npu import MXFP8
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from reconcile.capture.steps import steps
 from reconcile.case import CandidateConfig, Case, CaseInfo, ModelConfig
 from reconcile.exceptions import ConfigError
-from reconcile.steps import steps
-from reconcile.taps import fingerprint
+from reconcile.tracing.taps import fingerprint
 
 
 def test_without_decode_a_prompt_is_one_pass_with_its_old_identity():

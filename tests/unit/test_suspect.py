@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from reconcile import registry
+from reconcile.checking.probes import random_weight, synthetic
+from reconcile.judging.suspect import suspicions, weight_facts
 from reconcile.linears import DenseWeight
-from reconcile.probes import random_weight, synthetic
-from reconcile.suspect import suspicions, weight_facts
 from reconcile_references.second_decoder import decode_again
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from reconcile import trace as trace_module
 from reconcile.exceptions import TapError, TraceError
 from reconcile.rounding import round_to
-from reconcile.taps import Recorder, fingerprint, forced_inputs, match_modules, taps
-from reconcile.trace import Trace, TraceMemory
+from reconcile.tracing import trace as trace_module
+from reconcile.tracing.taps import Recorder, fingerprint, forced_inputs, match_modules, taps
+from reconcile.tracing.trace import Trace, TraceMemory
 
 
 @pytest.fixture(params=["memory", "disk"])

@@ -8,7 +8,15 @@ import torch
 
 import reconcile
 from reconcile.exceptions import ConfigError
-from reconcile.task import BATCH, answers, batches, interval, judge_task, read_task, sign_test
+from reconcile.judging.task import (
+    BATCH,
+    answers,
+    batches,
+    interval,
+    judge_task,
+    read_task,
+    sign_test,
+)
 
 ITEM = {"prompt": [1, 2], "answer": [3]}
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from reconcile import trace as trace_module
 from reconcile.exceptions import TraceError
 from reconcile.report import Provenance
 from reconcile.rounding import bitwise_equal
-from reconcile.trace import Pass, Tap, Trace, TraceMemory, TraceWriter, visit_tensors
+from reconcile.tracing import trace as trace_module
+from reconcile.tracing.trace import Pass, Tap, Trace, TraceMemory, TraceWriter, visit_tensors
 
 PROVENANCE = Provenance(
     side="reference",
@@ -276,7 +276,7 @@ def test_truncated_shards(tmp_path, left):
 
 KILLED = """
 import os, signal, sys, torch
-from reconcile.trace import TraceWriter
+from reconcile.tracing.trace import TraceWriter
 with TraceWriter(sys.argv[1]) as writer:
     writer.begin("one", "chained")
     writer.put("a:out", torch.ones(3))

@@ -5,7 +5,7 @@ import torch
 
 import reconcile
 from reconcile.report import Verdict
-from reconcile.trace import Pass, Trace
+from reconcile.tracing.trace import Pass, Trace
 
 LAYERS = 4
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import Contract
-from reconcile.criteria import Criterion
 from reconcile.exceptions import KernelError, nearest
 from reconcile.kernel import Engine, LinearSpec, Support
+from reconcile.numbers.criteria import Criterion
 from reconcile_kernels.aiter_bf16 import aiter_package, interpreter, source
 from reconcile_kernels.aiter_bf16.config import config_for, contract
 

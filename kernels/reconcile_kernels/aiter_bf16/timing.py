@@ -33,11 +33,11 @@ from reconcile.grouped import (
     baseline_linear,
     flat_rows,
 )
-from reconcile.judge import judge_bound
+from reconcile.judging.judge import judge_bound
 from reconcile.kernel import Engine, choose_engine
 from reconcile.linears import DenseWeight
-from reconcile.paired import Paired, paired
-from reconcile.taps import cache_argument, cache_of
+from reconcile.numbers.paired import Paired, paired
+from reconcile.tracing.taps import cache_argument, cache_of
 from reconcile_kernels.aiter_bf16.batched import BATCHED_GEMM
 from reconcile_kernels.aiter_bf16.route import Facts, Route
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from reconcile.exceptions import KernelError
 from reconcile.grouped import GroupedWeight
 from reconcile.kernel import Engine
-from reconcile.mx import GROUP
+from reconcile.numbers.mx import GROUP
 from reconcile.weight import QuantizedWeight, Shape
 from reconcile_kernels.mxfp8_npu.layout import paired
 from reconcile_kernels.mxfp8_npu.load import MX_FORMAT, requantise_into, source_scales

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from reconcile.kernel import LinearSpec
-from reconcile.mx import GROUP
+from reconcile.numbers.mx import GROUP
 
 ASCEND_950 = "Ascend950"
 """What the name of a device that has the MX operators begins with."""

@@ -14,7 +14,7 @@ from reconcile.exceptions import KernelError
 from reconcile.fallback import fell_back
 from reconcile.grouped import GroupedWeight, format_name, group_count
 from reconcile.kernel import Engine, LinearSpec, Stage, Support
-from reconcile.mx import GROUP
+from reconcile.numbers.mx import GROUP
 from reconcile.weight import QuantizedWeight
 from reconcile_kernels.mxfp8_npu import operators
 from reconcile_kernels.mxfp8_npu.device import (

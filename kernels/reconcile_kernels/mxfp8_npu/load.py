@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from reconcile import mx
 from reconcile.exceptions import KernelError
 from reconcile.grouped import GroupedWeight
 from reconcile.kernel import Stage
+from reconcile.numbers import mx
 from reconcile.weight import QuantizedWeight, Shape
 from reconcile_kernels.mxfp8_npu.layout import Buffers, pack, unpack
 from reconcile_kernels.mxfp8_npu.quantise import quantise
@@ -23,7 +23,7 @@ ROWS = 32
 MX_FORMAT = "mxfp8_e4m3"
 BLOCK_FORMATS = ("fp8_e4m3_block", "fp8_e4m3_block_e8m0")
 RULES = {0: "ascend_0", 1: "ascend_1"}
-"""``scale_alg`` of `npu_dynamic_mx_quant` to the rule of `reconcile.mx`."""
+"""``scale_alg`` of `npu_dynamic_mx_quant` to the rule of `reconcile.numbers.mx`."""
 
 
 def resolve_block_scales(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reconcile.mx import GROUP, NAN_BYTE
+from reconcile.numbers.mx import GROUP, NAN_BYTE
 from reconcile_kernels.mxfp8_npu.layout import as_float8, paired
 from reconcile_kernels.mxfp8_npu.quantise import quantise
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from reconcile import mx
 from reconcile.exceptions import BuildError, KernelError
 from reconcile.native import NativeLibrary
+from reconcile.numbers import mx
 
 NATIVE_RULES = {"floor": 0, "rceil": 1, "ceil": 2, "even": 3, "ascend_0": 4, "ascend_1": 1}
-"""Rules of `reconcile.mx` that the native pass has, by its number."""
+"""Rules of `reconcile.numbers.mx` that the native pass has, by its number."""
 LEVELS = ("portable", "avx512")
 """Instructions for which there is code, worst first."""
 THREADS_FROM = 1 << 20
@@ -48,7 +48,7 @@ def quantise(
 
     Args:
         x: bfloat16 or float32; made contiguous where it is not.
-        rule: a name of `reconcile.mx.RULES`; those outside `NATIVE_RULES` run in torch.
+        rule: a name of `reconcile.numbers.mx.RULES`; those outside `NATIVE_RULES` run in torch.
         pair: pad an odd number of scale bytes per row with 0, as the NPU's operator does.
         threads: torch's number by default, or 1 below `THREADS_FROM` elements.
         level: the best instructions to use, where the processor has them.

@@ -18,7 +18,8 @@ from reconcile_mutants.common import (
     weight,
 )
 
-from reconcile import Contract, mx
+from reconcile import Contract
+from reconcile.numbers import mx
 from reconcile.selftest import BatchedTrial, Mutant, OpTrial
 
 BIAS = torch.randn(SHAPE[0], generator=torch.Generator().manual_seed(77))

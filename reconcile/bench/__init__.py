@@ -1,0 +1,1 @@
+"""Times of a kernel beside torch's, and what follows from them."""

@@ -1,0 +1,1 @@
+"""The two halves of a run: what will be captured, and the capturing."""

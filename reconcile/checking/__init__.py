@@ -1,0 +1,1 @@
+"""One kernel by itself: probes, and what they say."""

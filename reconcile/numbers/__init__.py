@@ -1,0 +1,1 @@
+"""Error statistics, limits and the number formats that they are about."""

@@ -1,0 +1,1 @@
+"""What is captured: hooks, traces, and declared maps between the names of two traces."""

@@ -1,0 +1,1 @@
+"""A verdict after each save."""
