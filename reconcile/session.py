@@ -11,7 +11,7 @@ from typing import Any
 
 from reconcile import registry
 from reconcile.capture import reference_cache
-from reconcile.capture.candidate import capture_candidate
+from reconcile.capture.candidate import CALLS, capture_candidate
 from reconcile.capture.plan import Plan, Progress, make_plan
 from reconcile.capture.reference import capture_reference
 from reconcile.capture.threads import few_threads
@@ -291,12 +291,12 @@ def assemble(
     report = Report(
         case=name,
         rows=rows,
-        coverage=_total_coverage([found for _, found, _ in findings]),
+        coverage=_total_coverage(findings),
         provenance=tuple(s for i, s in enumerate(sources) if s not in sources[:i]),
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(time.perf_counter() - started, 3),
-        notices=(*notices, *_notices(rows)),
+        notices=(*notices, *_calls(sources), *_notices(rows)),
         required_coverage=gate.coverage,
         required=gate.require,
         required_not_run=required_not_run(rows, gate.require),
@@ -308,12 +308,24 @@ def assemble(
     return accepted.ratchet(report, accepted.load(gate.accepted), gate.margin)
 
 
-def _total_coverage(parts: Sequence[Coverage]) -> Coverage:
+def _total_coverage(findings: Sequence[Finding]) -> Coverage:
+    """Of all candidates; where there are several, a missing module says whose it is."""
+    parts = [found for _, found, _ in findings]
+    sides = [f" ({sources[-1].side})" if sources else "" for _, _, sources in findings]
+    whose = sides if len(parts) > 1 else [""] * len(parts)
     return Coverage(
         expected=sum(part.expected for part in parts),
         compared=sum(part.compared for part in parts),
-        missing=tuple(name for part in parts for name in part.missing),
+        missing=tuple(
+            f"{name}{who}" for part, who in zip(parts, whose, strict=True) for name in part.missing
+        ),
     )
+
+
+def _calls(sources: Sequence[Provenance]) -> tuple[str, ...]:
+    """How often each candidate's kernel ran in the model, where that was counted by phase."""
+    said = (note for source in sources for note in source.notes if note.startswith(CALLS))
+    return tuple(dict.fromkeys(said))
 
 
 def _notices(rows: Sequence[Row]) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ from reconcile.tracing.ports import ports
 from reconcile.tracing.taps import forced_inputs
 from reconcile.tracing.trace import Pass, Tap, Trace
 
+CALLS = "calls of "
+"""Beginning of the note that says how often the kernel ran in the model."""
 REPEATS = 3
 """Calls of a kernel on one input whose bits must agree."""
 
@@ -140,12 +142,15 @@ def _ran(plan: Plan, trace: Trace) -> tuple[str, ...]:
     if not plan.case.model.decode:
         return ()
     counts: Counter[str] = Counter()
-    for item in trace.passes:
+    fell = 0
+    for item in trace.select("chained").values():
         counts[str(item.meta.get("phase"))] += sum(item.meta.get("calls", {}).values())
+        fell += len(item.meta.get("fell_back", {}))
     text = ", ".join(f"{phase} {counts[phase]}" for phase in ("prefill", "decode"))
     left = [phase for phase in ("prefill", "decode") if not plan.runs_in(phase)]
     rest = f"; plain torch computes its modules in {left[0]}, as declared" if left else ""
-    return (f"calls of {plan.kernel.name} in the model: {text}{rest}",)
+    other = f"; other code in its place {fell} times" if fell else ""
+    return (f"{CALLS}{plan.record().kernel} in the model: {text}{rest}{other}",)
 
 
 def _kernels(model: nn.Module) -> dict[str, KernelLinear]:

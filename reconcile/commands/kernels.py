@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -25,7 +26,8 @@ def _kernels(_: argparse.Namespace) -> int:
         kernel = registry.kernel(name)
         print(name)
         print(f"  formats   {', '.join(kernel.formats or ('any',))}")
-        print(f"  contract  {_describe_contract(kernel.contract)}")
+        for label, said in _describe_contract(kernel.contract):
+            print(f"  {label:<8}  {said}")
         for engine in kernel.engines:
             support = kernel.is_supported(engine)
             print(
@@ -54,14 +56,26 @@ def _build(options: argparse.Namespace) -> int:
     return ExitCode.PASS if built else ExitCode.INCONCLUSIVE
 
 
-def _describe_contract(contract: Contract | None) -> str:
+def _describe_contract(contract: Contract | None) -> list[tuple[str, str]]:
+    """Lines (label, text): the contract, and what differs from it at fewer rows."""
     if contract is None:
-        return "none declared: judged against plain torch"
-    plain = Contract()
-    said = [
-        f"{field.name}={getattr(contract, field.name)}"
-        for field in fields(contract)
-        if getattr(contract, field.name) != getattr(plain, field.name)
-        or field.name in ("accumulator", "output", "scale_applied")
-    ]
-    return ", ".join(said)
+        return [("contract", "none declared: judged against plain torch")]
+    always = ("scale_applied", "accumulator", "output")
+    lines = [("contract", _differences(contract, Contract(), always))]
+    for largest, at_most in sorted(contract.by_batch, key=lambda pair: pair[0]):
+        lines.append((f"M <= {largest}", _differences(at_most, contract) or "the same"))
+    return lines
+
+
+def _differences(contract: Contract, usual: Contract, always: Collection[str] = ()) -> str:
+    """``field=value`` of the fields that differ from ``usual`` or are ``always`` said."""
+    names = (field.name for field in fields(contract) if field.name != "by_batch")
+    return ", ".join(
+        f"{name}={_text(getattr(contract, name))}"
+        for name in names
+        if name in always or getattr(contract, name) != getattr(usual, name)
+    )
+
+
+def _text(value: object) -> str:
+    return "+".join(value) if isinstance(value, tuple) else str(value)

@@ -25,13 +25,13 @@ def report(session):
     return session.run()
 
 
-def judged(session, name, phases=("prefill", "decode"), **options):
-    """The case with one candidate, by a kernel of this folder, which is required."""
+def judged(session, name, phases=("prefill", "decode"), required=True, **options):
+    """The case with one candidate, by a kernel of this folder, which is required or not."""
     case = session.case
     candidate = replace(case.candidate[0], name=name, phases=phases)
     spec = f"{KERNELS}:{name}"
-    required = replace(case.gate, require=(spec,))
-    alone = replace(case, candidate=(candidate,), gate=required, task=None)
+    gate = replace(case.gate, require=(spec,) if required else ())
+    alone = replace(case, candidate=(candidate,), gate=gate, task=None)
     own = Session(override(alone, kernel=spec))
     own._checkpoint, own._references = session._checkpoint, session._references
     return own.run(**options)
@@ -139,6 +139,20 @@ def test_a_fallback_is_inconclusive_and_its_reason_is_there(session, report):
     assert found.required_not_run == (f"{KERNELS}:falls_back_in_decode",)
 
 
+@pytest.mark.parametrize("required", [False, True])
+def test_without_op_rows_a_fallback_is_no_pass_either(session, report, required):
+    """Modules and logits are right, and it is said that they are not the kernel's."""
+    found = judged(session, "falls_back_in_decode", required=required, levels=["module", "model"])
+    assert found.exit_code == 2
+    assert not found.covered
+    assert found.coverage.compared == 0
+    assert bool(found.required_not_run) == required
+    assert any("prefill 9, decode 0; other code in its place 18 times" in n for n in found.notices)
+    reasons = {row.reason for row in found.rows if row.level is Level.OP}
+    assert reasons == {Reason.FELL_BACK}
+    assert all(phase(row) == "decode" for row in found.rows if row.level is Level.OP)
+
+
 def test_a_route_that_breaks_is_inconclusive(session, report):
     """Two launches, then einsum for the rest of the process: the numbers are right, and no PASS."""
     with pytest.warns(RuntimeWarning, match="hipErrorLaunchFailure") as warned:
@@ -149,6 +163,14 @@ def test_a_route_that_breaks_is_inconclusive(session, report):
     assert Reason.FELL_BACK in reasons
     assert any("hipErrorLaunchFailure" in row.text for row in found.rows)
     assert found.required_not_run
+    assert found.coverage.missing[0] == "model.layers.0.self_attn.o_a_proj"
+
+
+def test_the_calls_are_beside_the_verdict(report):
+    """The terminal and the summary show notices; the provenance is on the page only."""
+    said = [text for text in report.notices if text.startswith("calls of ")]
+    assert len(said) == 2
+    assert "prefill 0, decode 18; plain torch" in said[1]
 
 
 def test_a_kernel_that_never_launched_is_inconclusive(session, report):

@@ -88,10 +88,9 @@ Y_STRIDES = "*x.stride(), *w.stride(), *y.stride(), *strides_b,"
 K_MASK_X = "(m[:, None] < M) & (k[None, :] < end)"
 K_MASK_W = "(n[None, :] < N) & (k[:, None] < end)"
 PARTIALS = "torch.empty((splits, batch, m, n), dtype=torch.float32, device=x.device)"
-LAUNCH = "batched_gemm[(batch, tiles, splits)]("
 DOT = "acc = tl.dot(xs, ws, acc)"
 BIAS = "acc = acc + tl.load(at, mask=n < N, other=0.0).to(tl.float32)[None, :]"
-BIAS_SUM = "acc = acc + tl.load(at, mask=n < N, other=0.0).to(tl.float32)"
+ADD_PART = "acc = acc + tl.load(at, mask=inside, other=0.0)\n"
 
 FAULTS = {
     "logical_output_strides": (
@@ -154,8 +153,8 @@ FAULTS = {
             (PARTIALS, PARTIALS.replace("float32", "bfloat16")),
             ("tl.store(at, acc, mask=inside)", "tl.store(at, acc.to(tl.bfloat16), mask=inside)"),
             (
-                "acc = acc + tl.load(at, mask=n < N, other=0.0)\n",
-                "acc = acc + tl.load(at, mask=n < N, other=0.0).to(tl.float32)\n",
+                ADD_PART,
+                "acc = acc + tl.load(at, mask=inside, other=0.0).to(tl.float32)\n",
             ),
         ),
         {"hard": True},
@@ -167,8 +166,8 @@ FAULTS = {
         (
             (PARTIALS, PARTIALS.replace("splits", "config.splits")),
             (
-                "HAS_BIAS=bias is not None, SPLITS=splits, BLOCK_N=columns,",
-                "HAS_BIAS=bias is not None, SPLITS=config.splits, BLOCK_N=columns,",
+                "HAS_BIAS=bias is not None, SPLITS=splits,\n            BLOCK_M=ADDED",
+                "HAS_BIAS=bias is not None, SPLITS=config.splits,\n            BLOCK_M=ADDED",
             ),
         ),
         {"k": SHORT},
@@ -194,13 +193,7 @@ FAULTS = {
         ("bias_after_rounding", "double_rounding"),
         "amd-aiter 0.1.7.post2: the sum is rounded to the bias's dtype and the bias added there",
         "the sum is rounded to bfloat16 before the bias is added",
-        (
-            (BIAS, BIAS.replace("acc + ", "acc.to(tl.bfloat16).to(tl.float32) + ")),
-            (
-                BIAS_SUM + "\n    at",
-                BIAS_SUM.replace("acc + ", "acc.to(tl.bfloat16).to(tl.float32) + ") + "\n    at",
-            ),
-        ),
+        ((BIAS, BIAS.replace("acc + ", "acc.to(tl.bfloat16).to(tl.float32) + ")),),
         {"bias": True, "hard": True},
     ),
     "bias_of_group_0": (
@@ -216,11 +209,10 @@ FAULTS = {
         "each partial sum gets the bias",
         (
             (
-                "        acc = acc + tl.load(at, mask=n < N, other=0.0)\n",
-                "        acc = acc + tl.load(at, mask=n < N, other=0.0)\n"
-                "        if HAS_BIAS and split > 0:\n"
+                ADD_PART,
+                f"{ADD_PART}        if HAS_BIAS and split > 0:\n"
                 "            at = bias + (b * stride_bb + n * stride_bn)\n"
-                "            acc = acc + tl.load(at, mask=n < N, other=0.0).to(tl.float32)\n",
+                f"            {BIAS}\n",
             ),
         ),
         {"bias": True, "quick": False},

@@ -111,6 +111,24 @@ def test_a_kernel_in_a_model_sees_the_group_in_front(weight):
     assert (module.calls, module.mutation, module.fallback) == (1, "", "")
 
 
+def test_a_fallback_is_remembered_over_later_calls_of_the_kernel(weight):
+    """A task is one answer of many calls: one of them by other code is enough to say so."""
+
+    def function(x, w, bias=None):
+        if x.shape[1] > 1:
+            reconcile.fell_back("only one row")
+        return batched(x, w, bias)
+
+    prepared = Prepared.of(FunctionKernel("batched", function), PYTHON, weight, torch.bfloat16)
+    module = KernelLinear(prepared)
+    for rows in (5, 1, 5, 1):
+        module(torch.randn(rows, G, K).bfloat16())
+    assert (module.calls, module.fallback) == (2, "only one row")
+    module.forget()
+    module(torch.randn(1, G, K).bfloat16())
+    assert (module.calls, module.fallback) == (3, "")
+
+
 def test_a_kernel_that_writes_into_its_weight_is_found(weight):
     def writes(x, w, bias=None):
         return batched(x, w, bias)

@@ -17,6 +17,10 @@ class Config:
     splits: int = 1
     """Over how many parts K is split at most; their sums are kept in float32."""
 
+    def tiles(self, m: int, n: int) -> int:
+        """How many of them cover [m, n]."""
+        return -(-m // self.block_m) * -(-n // self.block_n)
+
     def split_k(self, k: int) -> int:
         """Length of one part of K: whole blocks."""
         blocks = -(-k // self.block_k)
@@ -39,6 +43,9 @@ BY_ROWS: tuple[tuple[int, Config], ...] = (
 ``gfx950-BATCHED_GEMM-A16W16``), with 16 rows where it has 8."""
 OTHERWISE = Config(128, 128, 64)
 """For more rows than the table has."""
+
+ADDED = Config(16, 64, 16)
+"""Tiles in which the sums of the parts are added."""
 
 
 def config_for(m: int) -> Config:

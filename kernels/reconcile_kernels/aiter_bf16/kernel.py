@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from reconcile_kernels.aiter_bf16 import torch_language as tl
-from reconcile_kernels.aiter_bf16.config import Config
+from reconcile_kernels.aiter_bf16.config import ADDED, Config
 from reconcile_kernels.aiter_bf16.torch_language import jit
 
 
@@ -66,20 +66,23 @@ def add_partials(
     B, M, N,
     stride_yb, stride_ym, stride_yn,
     stride_bb, stride_bn,
-    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
-    m = tl.program_id(1)
-    n = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    tile = tl.program_id(1)
+    m = tile // tl.cdiv(N, BLOCK_N) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile % tl.cdiv(N, BLOCK_N) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for split in range(SPLITS):
-        at = partials + (((split * B + b) * M + m) * N + n)
-        acc = acc + tl.load(at, mask=n < N, other=0.0)
+        at = partials + (((split * B + b) * M + m[:, None]) * N + n[None, :])
+        acc = acc + tl.load(at, mask=inside, other=0.0)
     if HAS_BIAS:
         at = bias + (b * stride_bb + n * stride_bn)
-        acc = acc + tl.load(at, mask=n < N, other=0.0).to(tl.float32)
-    at = y + (b * stride_yb + m * stride_ym + n * stride_yn)
-    tl.store(at, acc.to(y.dtype.element_ty), mask=n < N)
+        acc = acc + tl.load(at, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    at = y + (b * stride_yb + m[:, None] * stride_ym + n[None, :] * stride_yn)
+    tl.store(at, acc.to(y.dtype.element_ty), mask=inside)
 
 
 def run(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, config: Config) -> Tensor:
@@ -97,18 +100,17 @@ def run(x: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, config: Config) ->
     partials = torch.empty((splits, batch, m, n), dtype=torch.float32, device=x.device)
     added = y if bias is None else bias
     strides_b = (0, 0) if bias is None else bias.stride()
-    tiles = -(-m // config.block_m) * -(-n // config.block_n)
-    batched_gemm[(batch, tiles, splits)](
+    batched_gemm[(batch, config.tiles(m, n), splits)](
         x, w, y, partials if splits > 1 else y, added, batch, m, n, k,
         *x.stride(), *w.stride(), *y.stride(), *strides_b,
         HAS_BIAS=bias is not None, SPLITS=splits, SPLIT_K=config.split_k(k),
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
     )  # fmt: skip
     if splits > 1:
-        columns = 64
-        add_partials[(batch, m, -(-n // columns))](
+        add_partials[(batch, ADDED.tiles(m, n))](
             partials, y, added, batch, m, n, *y.stride(), *strides_b,
-            HAS_BIAS=bias is not None, SPLITS=splits, BLOCK_N=columns,
+            HAS_BIAS=bias is not None, SPLITS=splits,
+            BLOCK_M=ADDED.block_m, BLOCK_N=ADDED.block_n,
         )  # fmt: skip
     return y
 
