@@ -163,6 +163,10 @@ def test_kernels_and_build(cli):
     assert code == 0
     assert "ternary_cuda.naive" in out
     assert "cuda-on-cpu (ours, emulated, bit_exact)" in out
+    # where the arithmetic depends on M: one line for each limit, with what differs
+    assert "Contract(" not in out
+    assert "  M <= 64   the same\n  M <= 128  split_k=4\n" in out
+    assert "  M <= 4    weight_rounding=None, scale_applied=after_block, k_block=128\n" in out
     code, out, _ = cli("build")
     assert code == 0
     assert "ternary_cuda.naive cuda-on-cpu: /" in out
