@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from reconcile.contract import Contract
+from reconcile.diagnosis.between_groups import explain_groups
 from reconcile.diagnosis.evidence import right_model
 from reconcile.diagnosis.microscaling import quantised
 from reconcile.diagnosis.model import LinearModel
@@ -29,7 +30,7 @@ Reading = tuple[str, str, dict[str, object], list[Tensor]]
 def diagnose_groups(
     weight: GroupedWeight, contract: Contract, x: Tensor, y: Tensor
 ) -> tuple[Diagnosis, ...]:
-    """The group whose scales, or whose weight, stands in for the others; empty where none fits.
+    """The group whose scales or weight stands in for the others, or a wrong layout; else empty.
 
     Args:
         weight: the batched weight.
@@ -53,7 +54,16 @@ def diagnose_groups(
         if before > 0
     ]
     best = sorted(found, key=lambda item: -item.explains)[:1]
-    return tuple(item for item in best if item.explains >= SURE)
+    if best and best[0].explains >= SURE:
+        return tuple(best)
+    return explain_groups(given.transpose(0, 1), rows, *stacked(models))[:1] if before > 0 else ()
+
+
+def stacked(models: list[LinearModel]) -> tuple[Tensor, Tensor | None]:
+    """Weights [G, N, K] and, where there are any, biases [G, N], of all groups."""
+    biases = [model.bias for model in models if model.bias is not None]
+    weight = torch.stack([model.weight for model in models])
+    return weight, torch.stack(biases) if len(biases) == len(models) else None
 
 
 def _bias(model: LinearModel) -> Tensor:

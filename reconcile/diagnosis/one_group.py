@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from reconcile.contract import Contract
-from reconcile.diagnosis.evidence import right_model
+from reconcile.diagnosis.between_groups import explain_one
+from reconcile.diagnosis.evidence import Seen, right_model
+from reconcile.diagnosis.groups import stacked
 from reconcile.diagnosis.linear import Failure, diagnose_failure
+from reconcile.diagnosis.model import LinearModel
 from reconcile.grouped import GroupedWeight, PlainWeight
 from reconcile.replay import Call, Prepared
 from reconcile.report import Diagnosis
@@ -47,7 +50,11 @@ def diagnose_group(
         y: [M, G, N].
         attempt: gives a kernel that is ready for a batched weight.
     """
-    group = _worst(weight, contract, x, y)
+    models = [right_model(own, contract.at(len(x))) for own in weight.groups]
+    over = [_outside(model, x[:, g], y[:, g]) for g, model in enumerate(models)]
+    group = max(range(len(over)), key=over.__getitem__)
+    if swapped := explain_one(y.transpose(0, 1), x, *stacked(models), group):
+        return swapped
 
     def prepare(own: PlainWeight) -> OneGroup | Call:
         groups = (*weight.groups[:group], own, *weight.groups[group + 1 :])
@@ -61,18 +68,15 @@ def diagnose_group(
         y=y[:, group].contiguous(),
         prepare=prepare,
     )
+    wrong = sum(map(bool, over))
+    said = f"group {group}" if wrong == 1 else f"group {group}, the worst of {wrong} wrong ones"
     return tuple(
-        replace(
-            item, text=f"group {group}: {item.text}", parameters=item.parameters | {"group": group}
-        )
+        replace(item, text=f"{said}: {item.text}", parameters=item.parameters | {"group": group})
         for item in diagnose_failure(failure)
     )
 
 
-def _worst(weight: GroupedWeight, contract: Contract, x: Tensor, y: Tensor) -> int:
-    over = []
-    for number, own in enumerate(weight.groups):
-        exact, bound = right_model(own, contract.at(len(x))).exact(x[:, number])
-        inside = (y[:, number].double() - exact).abs() <= bound
-        over.append(int((~inside).sum()))
-    return max(range(len(over)), key=over.__getitem__)
+def _outside(model: LinearModel, x: Tensor, y: Tensor) -> int:
+    """How many outputs [M, N] of one group are not what the reference allows."""
+    exact, bound = model.exact(x)
+    return int((Seen.of(y).excess(exact, bound, model) > 0).sum())

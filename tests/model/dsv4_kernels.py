@@ -33,15 +33,40 @@ def group_5_scaled(x, w, bias=None):
     return y
 
 
+def last_outputs_of_group_3(x, w, bias=None):
+    y = clean(x, w)
+    y[3, :, -2:] = 0
+    return y
+
+
+def groups_6_and_7_swapped_in_decode(x, w, bias=None):
+    return clean(x, w[[0, 1, 2, 3, 4, 5, 7, 6]] if x.shape[1] == 1 else w)
+
+
+def contiguous_output_assumed(x, w, bias=None):
+    """[G, M, N] written one after the other into memory that is [M, G, N]."""
+    groups, m, n = y_shape = (len(w), x.shape[1], w.shape[1])
+    return clean(x, w).reshape(m, groups, n).transpose(0, 1).reshape(y_shape)
+
+
 def falls_back_in_decode(x, w, bias=None):
     if x.shape[1] == 1:
         reconcile.fell_back("M = 1 is left to torch")
     return clean(x, w)
 
 
-for _function in (clean, group_before, contiguous_input_assumed, wrong_in_decode, group_5_scaled):
+for _function in (
+    clean,
+    group_before,
+    contiguous_input_assumed,
+    wrong_in_decode,
+    group_5_scaled,
+    last_outputs_of_group_3,
+    groups_6_and_7_swapped_in_decode,
+    contiguous_output_assumed,
+    falls_back_in_decode,
+):
     _function.contract = CONTRACT
-falls_back_in_decode.contract = CONTRACT
 
 
 class _BreaksAfterTwo(BatchedGemm):

@@ -110,6 +110,10 @@ CAUSES = {
     "group_before": ("group_shifted", {"step": -1}),
     "wrong_in_decode": ("k_tail_dropped", {}),
     "group_5_scaled": ("constant_ratio", {"group": 5, "ratio": 1.25}),
+    "last_outputs_of_group_3": ("n_tail_dropped", {"group": 3, "start": 30}),
+    "groups_6_and_7_swapped_in_decode": ("group_shifted", {"group": 6, "source": 7}),
+    "contiguous_output_assumed": ("strided_output", {}),
+    "contiguous_input_assumed": ("strided_input", {}),
 }
 
 
