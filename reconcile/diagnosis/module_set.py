@@ -49,8 +49,14 @@ def diagnose_set(
         return rows
     row = rows[place]
     found = _Trial.of(plan, pair(reference, candidate), row).smallest()
-    kept = [replace(item, role="runner_up") for item in row.diagnosis]
-    return (*rows[:place], replace(row, diagnosis=(found, *kept)), *rows[place + 1 :])
+    return (*rows[:place], replace(row, diagnosis=_ordered(found, row)), *rows[place + 1 :])
+
+
+def _ordered(found: Diagnosis, row: Row) -> tuple[Diagnosis, ...]:
+    """The set first where it names modules; that the cause is none of them names no cause."""
+    if found.parameters.get("modules"):
+        return (found, *(replace(item, role="runner_up") for item in row.diagnosis))
+    return (*row.diagnosis, replace(found, role="runner_up" if row.diagnosis else "cause"))
 
 
 def _wanted(row: Row) -> bool:
@@ -110,7 +116,7 @@ class _Trial:
         if self._judged(plain, ()):
             text = "it fails with plain torch in every module: the cause is outside the kernel"
             nothing: dict[str, Any] = {"modules": []}
-            return Diagnosis(name="module_set", explains=1.0, parameters=nothing, text=text)
+            return Diagnosis(name="module_set", explains=0.0, parameters=nothing, text=text)
         found = smallest_failing(modules, self._fails, lambda: time.process_time() < self.until)
         others = [name for name in modules if name not in found.items]
         rest = self._run(others)

@@ -16,6 +16,7 @@ from reconcile.diagnosis.linear import NUMERIC, Failure, diagnose_failure, note
 from reconcile.diagnosis.module_set import diagnose_set
 from reconcile.diagnosis.modules import diagnose_modules
 from reconcile.diagnosis.one_group import diagnose_group
+from reconcile.diagnosis.phases import with_phase
 from reconcile.grouped import GroupedWeight, reference_linear
 from reconcile.replay import Prepared
 from reconcile.report import Diagnosis, Level, Reason, Row, Verdict
@@ -40,7 +41,7 @@ def diagnosed(
         with torch.no_grad():
             done = _ops(plan, reference, candidate, rows)
             done = diagnose_modules(plan, reference, candidate, done)
-            return diagnose_set(plan, reference, candidate, done)
+            return with_phase(diagnose_set(plan, reference, candidate, done))
     except Exception as error:  # noqa: BLE001 - the verdict must stand whatever happens here
         first = next(i for i, row in enumerate(rows) if row.verdict is Verdict.FAIL)
         noted = replace(rows[first], diagnosis=(note(error),))

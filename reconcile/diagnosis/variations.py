@@ -6,8 +6,7 @@ Each is a set of hooks on the reference model, so that the library's own code ru
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,36 +14,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Hooks = Callable[[nn.Module, ExitStack], None]
-"""Registers a mistake on a layer; what is entered on the stack is undone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Variation:
-    """One mistake in one layer."""
-
-    name: str
-    """Name of the diagnosis."""
-    where: str
-    """Path inside the layer, for the report."""
-    text: str
-    hooks: Hooks
-
-
-@contextmanager
-def varied(layer: nn.Module, variation: Variation) -> Iterator[None]:
-    """The layer with the mistake while the block runs."""
-    with ExitStack() as stack:
-        variation.hooks(layer, stack)
-        yield
+from reconcile.diagnosis.fits import Family
+from reconcile.diagnosis.hooks import (
+    Hooks,
+    Variation,
+    child,
+    heads,
+    on_argument,
+    on_output,
+    replaced,
+    undo,
+)
 
 
 def variations(layer: nn.Module) -> Iterator[Variation]:
     """Every variation that the layer's modules allow."""
-    attention = _child(layer, "q_proj", "k_proj", "v_proj", "o_proj")
+    attention = child(layer, "q_proj", "k_proj", "v_proj", "o_proj")
     if attention is not None:
         yield from _attention(*attention)
-    mlp = _child(layer, "gate_proj", "up_proj", "down_proj")
+    moe = child(layer, "gate", "experts")
+    if moe is not None:
+        yield from _residuals(moe[0], "the MLP")
+    mlp = child(layer, "gate_proj", "up_proj", "down_proj")
     if mlp is not None:
         name, _ = mlp
         yield Variation(
@@ -58,13 +49,6 @@ def variations(layer: nn.Module) -> Iterator[Variation]:
                 for half in (0, 1):
                     text = f"only half {half} of the sum over K of {last} is there"
                     yield Variation("partial_sum", f"{name}.{last}", text, _half(name, last, half))
-
-
-def _child(layer: nn.Module, *parts: str) -> tuple[str, nn.Module] | None:
-    for name, module in layer.named_children():
-        if all(hasattr(module, part) for part in parts):
-            return name, module
-    return None
 
 
 def _attention(name: str, block: nn.Module) -> Iterator[Variation]:
@@ -88,7 +72,7 @@ def _attention(name: str, block: nn.Module) -> Iterator[Variation]:
     if isinstance(scale, float):
         for wrong, text in ((1.0, "is missing"), (scale * scale, "is applied twice")):
             what = f"the scale of the attention scores {text}"
-            yield Variation("attention_scale", name, what, _attribute(name, "scaling", wrong))
+            yield Variation("attention_scale", name, what, replaced(name, "scaling", wrong))
     yield from _residuals(name, "the attention")
 
 
@@ -109,7 +93,7 @@ def _activations(name: str, block: nn.Module) -> Iterator[Variation]:
     attribute = next((a for a in ("act_fn", "activation_fn") if callable(getattr(block, a, 0))), "")
     for what, function in ACTIVATIONS if attribute else ():
         text = f"the activation of the MLP is {what}"
-        hooks = _attribute(name, attribute, _Applied(function))
+        hooks = replaced(name, attribute, _Applied(function))
         yield Variation("activation_function", name, text, hooks)
 
 
@@ -123,22 +107,6 @@ class _Applied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``function(x)``."""
         return self._function(x)
-
-
-# --------------------------------------------------------------------------- hooks
-
-
-def _undo(stack: ExitStack, handle: torch.utils.hooks.RemovableHandle) -> None:
-    stack.callback(handle.remove)
-
-
-def _on_output(module: nn.Module, stack: ExitStack, change: Callable[[Tensor], Tensor]) -> None:
-    def hook(_: nn.Module, __: object, output: Any) -> Any:  # noqa: ANN401
-        if isinstance(output, tuple):
-            return (change(output[0]), *output[1:])
-        return change(output)
-
-    _undo(stack, module.register_forward_hook(hook))
 
 
 def _swapped(name: str, one: str, other: str) -> Hooks:
@@ -156,14 +124,10 @@ def _swapped(name: str, one: str, other: str) -> Hooks:
 
             return hook
 
-        _undo(stack, first.register_forward_hook(hook_of(plain[other])))
-        _undo(stack, second.register_forward_hook(hook_of(plain[one])))
+        undo(stack, first.register_forward_hook(hook_of(plain[other])))
+        undo(stack, second.register_forward_hook(hook_of(plain[one])))
 
     return hooks
-
-
-def _heads(x: Tensor, size: int) -> Tensor:
-    return x.reshape(*x.shape[:-1], -1, size) if x.shape[-1] != size else x
 
 
 def _pairs(name: str, size: int, pairs: bool) -> Hooks:
@@ -172,13 +136,13 @@ def _pairs(name: str, size: int, pairs: bool) -> Hooks:
     order = order if pairs else order.argsort()
 
     def change(y: Tensor) -> Tensor:
-        return _heads(y, size)[..., order].reshape(y.shape)
+        return heads(y, size)[..., order].reshape(y.shape)
 
     def hooks(layer: nn.Module, stack: ExitStack) -> None:
         block = layer.get_submodule(name)
         for letter in "qk":  # after the norm, where there is one: its weight stays in place
             last = f"{letter}_norm" if hasattr(block, f"{letter}_norm") else f"{letter}_proj"
-            _on_output(block.get_submodule(last), stack, change)
+            on_output(block.get_submodule(last), stack, change)
 
     return hooks
 
@@ -194,27 +158,14 @@ def _tiled(name: str, size: int, groups: int) -> Hooks:
             return torch.arange(heads).view(groups, heads // groups).T.flatten()
 
         def there(y: Tensor) -> Tensor:
-            return _heads(y, size)[..., order_of(y), :].reshape(y.shape)
+            return heads(y, size)[..., order_of(y), :].reshape(y.shape)
 
         def back(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             x = args[0]
-            return (_heads(x, size)[..., order_of(x).argsort(), :].reshape(x.shape),)
+            return (heads(x, size)[..., order_of(x).argsort(), :].reshape(x.shape),)
 
-        _on_output(block.get_submodule("q_proj"), stack, there)
-        _undo(stack, block.get_submodule("o_proj").register_forward_pre_hook(back))
-
-    return hooks
-
-
-def _on_argument(name: str, argument: str, change: Callable[[Any], Any]) -> Hooks:
-    def hooks(layer: nn.Module, stack: ExitStack) -> None:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-            if kwargs.get(argument) is not None:
-                kwargs = kwargs | {argument: change(kwargs[argument])}
-            return args, kwargs
-
-        block = layer.get_submodule(name)
-        _undo(stack, block.register_forward_pre_hook(hook, with_kwargs=True))
+        on_output(block.get_submodule("q_proj"), stack, there)
+        undo(stack, block.get_submodule("o_proj").register_forward_pre_hook(back))
 
     return hooks
 
@@ -228,23 +179,24 @@ def _mask(name: str, kind: str) -> Hooks:
         strict[..., 0, 0] = 0  # the first position has nothing else to see
         return strict
 
-    return _on_argument(name, "attention_mask", change)
+    return on_argument(name, "attention_mask", change)
 
 
-def first_wrong(candidate: Tensor, right: Tensor) -> int | None:
+def first_wrong(candidate: Tensor, right: Tensor, jump: float | None = None) -> int | None:
     """The position from which on the error of [..., T, C] is another; None: it is so from 0 on.
 
     Splits the logarithms of the errors where two levels describe them best.
     """
+    least = LEAST_JUMP if jump is None else jump
     c, r = (side.reshape(-1, *side.shape[-2:])[0] for side in (candidate, right))
     power = (c - r).square().sum(-1) / r.square().sum(-1).clamp_min(1e-300)
     levels = power.clamp_min(1e-12).log()
     best, place = 0.0, None
     for t in range(1, len(levels)):
         before, after = levels[:t], levels[t:]
-        jump = float(after.mean() - before.mean())
-        gain = jump * jump * t * (len(levels) - t) / len(levels)
-        if jump > LEAST_JUMP and gain > best:
+        step = float(after.mean() - before.mean())
+        gain = step * step * t * (len(levels) - t) / len(levels)
+        if step > least and gain > best:
             best, place = gain, t
     return place
 
@@ -255,14 +207,14 @@ LEAST_JUMP = 3.0
 
 def windows(layer: nn.Module, first: int | None) -> Iterator[Variation]:
     """Attention to as many keys as positions are right."""
-    attention = _child(layer, "q_proj", "k_proj", "v_proj", "o_proj")
+    attention = child(layer, "q_proj", "k_proj", "v_proj", "o_proj")
     if attention is None or first is None:
         return
     name, _ = attention
 
     for count in range(max(1, first - 2), first + 1):  # the first lost key may hardly show
         text = f"a position sees {count} keys and no earlier ones"
-        yield Variation("mask", name, text, _on_argument(name, "attention_mask", _window(count)))
+        yield Variation("mask", name, text, on_argument(name, "attention_mask", _window(count)))
 
 
 def _window(count: int) -> Callable[[Tensor], Tensor]:
@@ -273,35 +225,55 @@ def _window(count: int) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def _attribute(name: str, attribute: str, value: float | nn.Module) -> Hooks:
-    def hooks(layer: nn.Module, stack: ExitStack) -> None:
-        block = layer.get_submodule(name)
-        stack.callback(setattr, block, attribute, getattr(block, attribute))
-        setattr(block, attribute, value)
-
-    return hooks
-
-
 def _residuals(name: str, what: str) -> Iterator[Variation]:
     for diagnosis, sign, text in (
         ("residual_missing", -1.0, f"the residual around {what} is missing"),
         ("residual_doubled", 1.0, f"the residual around {what} is added twice"),
     ):
-        yield Variation(diagnosis, name, text, _residual(name, sign))
+        yield Variation(diagnosis, name, text, _residual(name, _times(sign)))
+    text = f"the residual around {what} is the norm's output, not what the norm got"
+    yield Variation("residual_source", name, text, _residual(name, lambda x, normed: normed - x))
 
 
-def _residual(name: str, sign: float) -> Hooks:
-    """The block's output and the stream before the norm in front of it, added or taken away."""
+def _times(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, _: factor * x
+
+
+def families(layer: nn.Module) -> Iterator[Family]:
+    """Mistakes of the layer's residuals that have one number."""
+    attention = child(layer, "q_proj", "k_proj", "v_proj", "o_proj")
+    mlp = child(layer, "gate_proj", "up_proj", "down_proj") or child(layer, "gate", "experts")
+    for found, what in ((attention, "the attention"), (mlp, "the MLP")):
+        if found is not None:
+            yield _residual_factor(found[0], what)
+
+
+def _residual_factor(name: str, what: str) -> Family:
+    return Family(
+        "residual_scaled",
+        name,
+        lambda factor: f"the residual around {what} is {factor:.4g} times itself",
+        lambda factor: _residual(name, lambda x, _: (factor - 1) * x),
+        (-1.0, 0.0, 0.5, 1.5, 2.0, 3.0, 4.0, 8.0),
+        (-1.0, 0.5, 0.0, 2.0, 3.0, 4.0),
+        logarithmic=False,
+    )
+
+
+def _residual(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Hooks:
+    """Adds ``change(stream, normed)`` to the block's output: before the norm, and after it."""
 
     def hooks(layer: nn.Module, stack: ExitStack) -> None:
-        stream: list[Tensor] = []
+        seen: list[tuple[Tensor, Tensor]] = []
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            stream.append(args[0] if args else kwargs["hidden_states"])
+        def after(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        ) -> None:
+            seen.append((args[0] if args else kwargs["hidden_states"], output))
 
         norm = _norm_before(layer, name)
-        _undo(stack, norm.register_forward_pre_hook(before, with_kwargs=True))
-        _on_output(layer.get_submodule(name), stack, lambda y: y + sign * stream[-1])
+        undo(stack, norm.register_forward_hook(after, with_kwargs=True))
+        on_output(layer.get_submodule(name), stack, lambda y: y + change(*seen[-1]))
 
     return hooks
 
@@ -327,7 +299,7 @@ def _half(name: str, last: str, half: int) -> Hooks:
             return (x,)
 
         block = layer.get_submodule(name).get_submodule(last)
-        _undo(stack, block.register_forward_pre_hook(hook))
+        undo(stack, block.register_forward_pre_hook(hook))
 
     return hooks
 
@@ -342,5 +314,7 @@ NAMES = (
     "activation_function",
     "residual_missing",
     "residual_doubled",
+    "residual_source",
+    "residual_scaled",
     "partial_sum",
 )
