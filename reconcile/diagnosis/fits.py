@@ -10,10 +10,14 @@ from reconcile.diagnosis.hooks import Hooks
 
 STEPS = 14
 """Steps of the golden section between two points of the grid."""
-AS_GOOD = 3e-3
-"""Share of the error by which a number with a meaning may explain less than the best one."""
+AS_GOOD = 1e-4
+"""Share of the error that a number with a meaning may leave besides twice what the best leaves."""
 FLAT = 0.05
-"""Share below which the best point of the grid is not looked at closer."""
+"""Share below which only a look close by decides whether the grid's best point is a maximum."""
+CLOSE = 1 / 16
+"""Of the way to a neighbour in the grid, where that look is taken."""
+NEAR = 0.1
+"""How far a number with a meaning may be from the best one, in logarithms or as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +55,20 @@ def solve(
 
     points = [there(value) for value in family.grid]
     middle = max(range(len(points)), key=lambda i: at(points[i]))
-    if at(points[middle]) >= FLAT:
-        _golden(at, points[max(0, middle - 1)], points[min(len(points) - 1, middle + 1)])
+    low, high = points[max(0, middle - 1)], points[min(len(points) - 1, middle + 1)]
+    if at(points[middle]) >= FLAT or _rises(at, low, points[middle], high):
+        _golden(at, low, high)
     best = max(seen, key=lambda place: seen[place])
+    enough = 1 - 2 * (1 - seen[best]) - AS_GOOD
     for value in family.nice:
-        if abs(there(value) - best) <= NEAR and at(there(value)) >= seen[best] - AS_GOOD:
+        if abs(there(value) - best) <= NEAR and at(there(value)) >= enough:
             return value, at(there(value))
     return back(best), seen[best]
 
 
-NEAR = 0.1
-"""How far a number with a meaning may be from the best one, in logarithms or as it is."""
+def _rises(at: Callable[[float], float], low: float, middle: float, high: float) -> bool:
+    """Whether more is explained close by: the right number itself explains nothing."""
+    return any(at(middle + CLOSE * (end - middle)) > at(middle) for end in (low, high))
 
 
 def _golden(at: Callable[[float], float], low: float, high: float) -> None:

@@ -95,12 +95,14 @@ def frequencies_of(model: nn.Module) -> Tensor | None:
 
 
 def base_of(frequencies: Tensor) -> float:
-    """The base of frequencies base^(-2i / d), by the second one.
+    """The base of frequencies c * base^(-2i / d), by the first two; c is that of linear scaling.
 
-    >>> base_of(100.0 ** -torch.tensor([0.0, 0.5], dtype=torch.float64))
+    >>> round(base_of(0.25 * 100.0 ** -torch.tensor([0.0, 0.5], dtype=torch.float64)), 9)
     100.0
     """
-    return float(frequencies[1]) ** -len(frequencies) if len(frequencies) > 1 else 1e4
+    if len(frequencies) < 2:
+        return 1e4
+    return float(frequencies[1] / frequencies[0]) ** -len(frequencies)
 
 
 def _angles(frequencies: Tensor) -> Callable[[Tensor], Tensor]:
