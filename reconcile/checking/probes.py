@@ -248,6 +248,21 @@ def edges(
     for m in sorted(counts):
         x = _slabs(m, k, step_k, dtype, generator)
         yield Probe(name="edge", sees=f"M={m}, and K slab by slab", weight=weight, x=x)
+    x = _one_sign(weight, dtype, generator)
+    yield Probe(name="edge", sees="sums of one sign: what a narrow sum holds", weight=weight, x=x)
+
+
+def _one_sign(weight: AnyWeight, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Rows of 1, of -1, and of the signs of three of the weight's rows: their sums are largest.
+
+    Random rows have sums of the size sqrt(K), in which an integer accumulator that is too narrow
+    never overflows.
+    """
+    n, k = weight.shape
+    chosen = torch.randperm(n, generator=generator)[:3]
+    ones = torch.ones(1, k, dtype=torch.float64)
+    signs = torch.sign(weight.dequantize(torch.float64)[chosen]).nan_to_num()
+    return torch.cat([ones, -ones, signs]).to(dtype)
 
 
 def _steps(weight: AnyWeight) -> tuple[int, int]:
