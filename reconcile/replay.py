@@ -219,11 +219,9 @@ def repeated(
             return again
         if bitwise_equal(first.output, again.output):
             continue
-        unwritten = first.output.isnan() & ~again.output.isnan()
-        if bool(unwritten.any()):
-            return Call(output=first.output, reason=Reason.UNWRITTEN, text=_places(unwritten))
-        if deterministic:
-            return _compared(first, again.output)
+        compared = _compared(first, again.output)
+        if deterministic or compared.reason is Reason.UNWRITTEN:
+            return compared
         first = replace(first, others=(*first.others, again.output))
     return first
 
@@ -233,6 +231,9 @@ def _compared(first: Call, again: Tensor) -> Call:
     assert first.output is not None
     if bitwise_equal(first.output, again):
         return first
+    unwritten = first.output.isnan() & ~again.isnan()
+    if bool(unwritten.any()):
+        return Call(output=first.output, reason=Reason.UNWRITTEN, text=_places(unwritten))
     differing = bit_view(first.output) != bit_view(again)
     text = f"two calls on the same input differ: {_places(differing)}"
     return Call(output=first.output, reason=Reason.UNSTABLE, text=text)

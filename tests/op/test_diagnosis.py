@@ -570,11 +570,9 @@ def test_a_fault_of_the_engine_is_a_note_and_changes_nothing(monkeypatch):
 
 def test_a_kernel_that_fails_while_it_is_diagnosed():
     """The diagnosis calls the kernel again, which may raise then."""
-    calls = []
 
     def fault(x, weight, bias=None):
-        calls.append(1)
-        if len(calls) > 1:
+        if len(x) != 8:
             raise SystemExit(3)
         return linear(x, parts(weight)[0], bias)
 
